@@ -17,5 +17,5 @@ if [ ! -e "$policy" ]; then
     trap '$as_root rm -f "$policy"' EXIT
 fi
 $as_root apt-get update -qq
-DEBIAN_FRONTEND=noninteractive $as_root apt-get install -y -qq --no-install-recommends \
+DEBIAN_FRONTEND=noninteractive $as_root apt-get -o DPkg::Lock::Timeout=600 install -y -qq --no-install-recommends \
     slurmctld slurmd slurm-client munge iproute2

@@ -1,9 +1,9 @@
 #!/bin/sh
 # Installs what `make test-ssh` needs from Debian's packages: an ssh server, which the tests start themselves on
-# loopback, and libfaketime, with which one host has another clock.
+# loopback, sshfs, which mounts from it, and libfaketime, with which one host has another clock.
 set -eu
 PATH="$PATH:/usr/sbin:/sbin"
-if command -v sshd >/dev/null && ls /usr/lib/*/faketime/libfaketime.so.1 >/dev/null 2>&1; then
+if command -v sshd >/dev/null && command -v sshfs >/dev/null && ls /usr/lib/*/faketime/libfaketime.so.1 >/dev/null 2>&1; then
     exit 0
 fi
 as_root=""
@@ -16,5 +16,5 @@ if [ ! -e "$policy" ]; then
     trap '$as_root rm -f "$policy"' EXIT
 fi
 $as_root apt-get update -qq
-DEBIAN_FRONTEND=noninteractive $as_root apt-get install -y -qq --no-install-recommends \
-    openssh-server openssh-client libfaketime iproute2
+DEBIAN_FRONTEND=noninteractive $as_root apt-get -o DPkg::Lock::Timeout=600 install -y -qq --no-install-recommends \
+    openssh-server openssh-client sshfs libfaketime iproute2

@@ -179,14 +179,11 @@ def main() -> None:
     parser.add_argument("--rivals", action="store_true", help="also torchrun, srun torchrun and Ray Train")
     options = parser.parse_args()
     names = options.engines or ["local", "apart"]
-    found: dict[str, list[dict[str, float]]] = {}
-    for name in names:
-        found |= measure_all(name, options)
     rows: list[dict[str, Any]] = []
-    for name, turns in found.items():
-        rows.append({"engine": name, **{what: _median(what, turns) for what in COLUMNS}})
-    for row, turns in zip(rows, found.values(), strict=True):
-        keep("engines", str(row["engine"]), {"turns": turns, "load": os.getloadavg()[0]})
+    for name in names:
+        for what, turns in measure_all(name, options).items():
+            keep("engines", what, {"turns": turns, "load": os.getloadavg()[0]})  # also if a later one fails
+            rows.append({"engine": what, **{column: _median(column, turns) for column in COLUMNS}})
     Console().print(table("seconds, median", rows))
 
 

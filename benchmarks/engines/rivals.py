@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -31,23 +32,33 @@ def command(rival: str, directory: Path, *, address: str) -> list[str]:
     if rival == "srun torchrun":
         rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_port()}"]
         steps = ["srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--cpu-bind=none", "--kill-on-bad-exit=0"]
-        return [*steps, *torchrun, *rendezvous, str(JOB), str(directory)]
+        # agents count restarts apart from each other, and find addresses of dead workers in a store that they share
+        return [*steps, "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *torchrun, *rendezvous, str(JOB), str(directory)]
     return [sys.executable, "-m", "benchmarks.engines.ray_train_job", address, str(directory)]
 
 
 def measure_rival(rival: str, *, address: str = "auto") -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # workers may not have ended yet
         directory = Path(name)
         submitted_s = time.time()
         with _running(command(rival, directory, address=address), directory) as process:
-            first = _wait(process, directory, bool)[0]
-            last = _wait(process, directory, _both_train)[-1]
+            rows = StepRows(directory)
+            first = _wait(process, rows, bool)[0]
+            last = _wait(process, rows, _both_train)[-1]
             killed_s = time.time()
             os.kill(int(last["pid"]), signal.SIGKILL)
-            pids = {row["pid"] for row in _rows(directory)}
-            others = _wait(process, directory, lambda rows: any(_goes_on(row, killed_s, pids, last) for row in rows))
-            after = min(row["t"] for row in others if _goes_on(row, killed_s, pids, last))
-        return {"submit to first step": first["t"] - submitted_s, "kill to next step of the others": after - killed_s}
+            pids = {row["pid"] for row in rows.read()}
+            others = _wait(process, rows, lambda found: _first_after(found, killed_s, pids, last) is not None)
+            after_s = _first_after(others, killed_s, pids, last)
+            assert after_s is not None
+        return {"submit to first step": first["t"] - submitted_s, "kill to next step of the others": after_s - killed_s}
+
+
+def _first_after(
+    rows: list[dict[str, float]], killed_s: float, pids: set[float], killed: dict[str, float]
+) -> float | None:
+    newer = itertools.takewhile(lambda row: row["t"] > killed_s, reversed(rows))
+    return min((row["t"] for row in newer if _goes_on(row, killed_s, pids, killed)), default=None)
 
 
 def _both_train(rows: list[dict[str, float]]) -> bool:
@@ -60,24 +71,36 @@ def _goes_on(row: dict[str, float], killed_s: float, pids: set[float], killed: d
     return row["t"] > killed_s and (row["pid"] not in pids or row["step"] > killed["step"] + 2)
 
 
-def _rows(directory: Path) -> list[dict[str, float]]:
-    """All complete rows, in order of time."""
-    found = []
-    for file in directory.glob("steps-*.jsonl"):
-        found += [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return sorted(found, key=lambda row: row["t"])
+class StepRows:
+    """What the ranks have written. Each row is parsed once: who looks must not take the processor from the rival."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._read_bytes: dict[Path, int] = {}
+        self._rows: list[dict[str, float]] = []
+
+    def read(self) -> list[dict[str, float]]:
+        """All complete rows, in order of time."""
+        for path in self.directory.glob("steps-*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._read_bytes.get(path, 0))
+                complete, end, _ = file.read().rpartition(b"\n")
+            self._read_bytes[path] = self._read_bytes.get(path, 0) + len(complete + end)
+            self._rows += [json.loads(line) for line in complete.splitlines()]
+        self._rows.sort(key=lambda row: row["t"])
+        return self._rows
 
 
 def _wait(
-    process: subprocess.Popen[bytes], directory: Path, holds: Callable[[list[dict[str, float]]], bool]
+    process: subprocess.Popen[bytes], rows: StepRows, holds: Callable[[list[dict[str, float]]], bool]
 ) -> list[dict[str, float]]:
     until = time.monotonic() + PATIENCE_S
-    while not holds(rows := _rows(directory)):
+    while not holds(found := rows.read()):
         if process.poll() is not None or time.monotonic() > until:
             why = "did nothing for long" if process.returncode is None else f"ended with exit code {process.returncode}"
-            raise SystemExit(f"the rival {why}\n{(directory / 'log').read_text()[-2000:]}")
+            raise SystemExit(f"the rival {why}\n{(rows.directory / 'log').read_text()[-2000:]}")
         time.sleep(POLL_S)
-    return rows
+    return found
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ CATALOGUE: dict[str, Entry] = {
     "SH311": Entry("augment or transform failed", "Fix the function; the message is its own."),
     "SH312": Entry("loader processes die of the same samples",
                    "Set data.loader.workers: 0 to see the error itself, or free memory."),
-    "SH313": Entry("the data cache cannot be written", "Free some disk space, or give another cache directory."),
+    "SH313": Entry("the data cache cannot be used", "Free some disk space, or give another cache directory."),
     # 35x: splits and samplers
     "SH351": Entry("too few samples for the split", "Use fewer folds or more data."),
     "SH352": Entry("the split needs a column", "Name the column in the split."),
@@ -359,7 +359,7 @@ def error(code: str, message: str, *, where: str = "", fix: str = "") -> ShoalEr
 def error_from_fields(fields: Mapping[str, Any]) -> ShoalError:
     """The error that another process sent as an event. A code that this version does not know becomes part of the
     message of SH603."""
-    code, message = str(fields["code"]), str(fields["message"])
+    code, message = str(fields.get("code", "no code")), str(fields.get("message", ""))
     if code not in CATALOGUE:
         code, message = "SH603", f"{code}: {message}"
     return error(code, message, where=str(fields.get("where", "")), fix=str(fields.get("fix", "")))

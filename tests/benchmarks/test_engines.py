@@ -18,7 +18,11 @@ def test_a_step_that_was_under_way_at_the_kill_does_not_count():
 def test_rows_of_all_ranks_are_in_order_and_half_a_row_waits(tmp_path):
     (tmp_path / "steps-0.jsonl").write_text('{"t": 1, "step": 1, "pid": 7}\n{"t": 3, "step": 2, "pid": 7}\n{"t": 5, ')
     (tmp_path / "steps-1.jsonl").write_text(json.dumps({"t": 2, "step": 1, "pid": 8}) + "\n")
-    assert [row["t"] for row in rivals._rows(tmp_path)] == [1, 2, 3]
+    rows = rivals.StepRows(tmp_path)
+    assert [row["t"] for row in rows.read()] == [1, 2, 3]
+    with (tmp_path / "steps-0.jsonl").open("a") as file:
+        file.write('"step": 3, "pid": 7}\n')
+    assert [row["t"] for row in rows.read()] == [1, 2, 3, 5]
 
 
 def test_every_rival_has_a_command(tmp_path):

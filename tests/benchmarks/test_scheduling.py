@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.scheduling import __main__ as scheduling
-from benchmarks.scheduling import fidelity
+from benchmarks.scheduling import authors, fidelity
 from benchmarks.scheduling.application import OutOfProfileError, load_applications
 from benchmarks.scheduling.batch import choices, split
 from benchmarks.scheduling.cluster import Setting, Simulation
@@ -221,3 +221,18 @@ def test_published_completion_times(policy):
     assert len(goldens) == 4
     for golden in goldens:
         assert fidelity.differing_jobs(data, apps, golden) == (160, [])
+
+
+@pytest.mark.long
+@needs_published
+@pytest.mark.parametrize(("sizes", "most_s"), [("declared", 2376.0), ("warm", 2299.0)])
+def test_what_the_policy_brings_on_the_published_workloads(sizes, most_s):
+    """Everything here is counted, nothing timed: the same on every machine."""
+    directory = Path(PUBLISHED)
+    data = scheduling.Data.load(directory)
+    found = data.simulate_all(sorted((directory / "workloads").glob("*.csv")), scheduling.Case("shoal", sizes))
+    pollux = authors.report(directory, data.alone)["pollux-1.0"]
+    assert found["mean_jct"] <= most_s
+    assert found["p99"] <= pollux["p99"]
+    assert found["rho_p99"] <= 1.8
+    assert found["makespan"] <= 1.06 * pollux["makespan"]

@@ -10,6 +10,7 @@ raises, and `wait` makes the file `ready-SEAT` in the test's directory and waits
 import select
 import time
 
+import psutil
 import pytest
 
 from shoal.fleet.engine import Launch, Node
@@ -147,3 +148,24 @@ class EngineContract:
         wait_ready(tmp_path, 0, 1, engine=engine)
         engine.close()
         assert make_engine().reattach() == []
+
+
+class AgentContract(EngineContract):
+    """A body whose processes are tied to an agent. The program writes its pid to the file `pid-SEAT`."""
+
+    def test_a_killed_agent_takes_its_processes_along_and_others_start(self, engine, tmp_path):
+        engine.start([launch(0, "wait")])
+        wait_ready(tmp_path, 0, engine=engine)
+        process = psutil.Process(int((tmp_path / "pid-0").read_text()))
+        agent_above(process).kill()
+        (one,) = wait_exits(engine, 1)
+        assert (one.seat, one.code) == (0, None)
+        process.wait(PATIENCE_S)
+        engine.start([launch(1, "7")])
+        assert collect_exits(engine, 1) == {1: 7}
+
+
+def agent_above(process):
+    """The agent that started the process, through its fork server."""
+    (agent,) = [one for one in process.parents() if one.cmdline()[-1:] == ["shoal.fleet.agents.host_agent"]]
+    return agent

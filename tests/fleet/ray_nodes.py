@@ -48,6 +48,17 @@ for line in sys.stdin:
     elif words["do"] == "groups":
         table = ray.util.placement_group_table()
         tell(groups={g["name"]: [g["state"], list(g["bundles_to_node_id"].values())] for g in table.values()})
+    elif words["do"] == "tables":
+        from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
+        state = ray._private.state
+        told = [state.actors(), state.jobs(), state.node_ids(), ray.util.placement_group_table()]
+        for namespace in (None, b"fun", b"job", b"session", b"dashboard", b"serve", b"tune"):
+            for key in _internal_kv_list(b"", namespace=namespace):
+                told += [key, _internal_kv_get(key, namespace=namespace)]
+        tell(tables=repr(told))
+    elif words["do"] == "actors":
+        table = ray._private.state.actors().values()
+        tell(actors=[[one["ActorClassName"], one["State"]] for one in table])
     elif words["do"] == "drain":
         from ray._raylet import GcsClient
         from ray.core.generated import autoscaler_pb2
@@ -83,8 +94,15 @@ class RayNodes:
 
     def groups(self):
         """Placement groups that wait or exist: the nodes of each, by name."""
+        return {name: nodes for name, (_, nodes) in self.states_of_groups().items()}
+
+    def states_of_groups(self):
+        """State and nodes of each of them."""
         found = self.ask(do="groups")["groups"]
-        return {name: nodes for name, (state, nodes) in found.items() if state != "REMOVED"}
+        return {name: [state, nodes] for name, (state, nodes) in found.items() if state != "REMOVED"}
+
+    def states_of_agents(self):
+        return sorted(state for name, state in self.ask(do="actors")["actors"] if name == "AgentActor")
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ class SshServer:
                 f"Port {self.port}\nListenAddress {address}\nHostKey {self.root / 'host'}\n"
                 f"AuthorizedKeysFile {self.root / 'authorized_keys'}\nPidFile {self.root / name}.pid\n"
                 "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\n"
-                "PermitRootLogin prohibit-password\n"
+                "PermitRootLogin prohibit-password\nSubsystem sftp internal-sftp\n"
             )
         common = f"UserKnownHostsFile {self.root / 'known_hosts'}\n  IdentitiesOnly yes\n"
         alias = [(name, self.port, "user") for name in (*HOSTS, "stranger")]

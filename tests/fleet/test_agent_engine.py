@@ -129,14 +129,15 @@ def test_nothing_outlives_a_driver_that_is_killed(fork_server, tmp_path):
 
 
 def test_a_fork_server_that_is_killed_takes_its_processes_along(engine, tmp_path):
-    engine.start([launch(0, "wait", node="machine-1")])
-    wait_ready(tmp_path, 0, engine=engine)
-    psutil.Process(pids(tmp_path, 0)[0]).parent().kill()
-    (one,) = wait_exits(engine, 1)
-    assert one.seat == 0
-    wait_gone(*pids(tmp_path, 0))
-    engine.start([launch(1, "7", node="machine-1")])
-    assert collect_exits(engine, 1) == {1: 7}
+    """A host has one: it has imported torch for all."""
+    engine.start([launch(seat, "wait", node="machine-1") for seat in (0, 1)])
+    wait_ready(tmp_path, 0, 1, engine=engine)
+    (parent,) = {psutil.Process(pid).parent() for pid in pids(tmp_path, 0, 1)}
+    parent.kill()
+    assert {one.seat for one in wait_exits(engine, 2)} == {0, 1}
+    wait_gone(*pids(tmp_path, 0, 1))
+    engine.start([launch(2, "7", node="machine-1")])
+    assert collect_exits(engine, 1) == {2: 7}
 
 
 def test_a_host_that_is_taken_away_gets_no_more_seats(engine, tmp_path):

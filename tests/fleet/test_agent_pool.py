@@ -25,16 +25,18 @@ def make(tmp_path, monkeypatch):
     monkeypatch.setattr(agent_pool, "IDLE_S", 0.05)
     made = []
 
-    def make(*scripts):
+    def make(*scripts, gang_size=1, gangs=None):
         """The n-th request gets the n-th script, and every further one the last."""
 
-        def make_host(number):
+        def make_host(number, gang):
+            if gangs is not None:
+                gangs.append((number, gang))
             script = scripts[min(number, len(scripts)) - 1]
             node = Node(f"job-{number}", cores=1, memory_bytes=0, gpus=0, shares_run_dir=False)
             setup = SetupCommand(environment={}, modules=[])
             return AgentHost(node, ("sh", "-c", script), setup, explain_agent, queued=True)
 
-        made.append(AgentPool(make_host, RunPaths(tmp_path), nodes=NODES, max_hosts=8))
+        made.append(AgentPool(make_host, RunPaths(tmp_path), nodes=NODES, max_hosts=8, gang_size=gang_size))
         return made[-1]
 
     yield make
@@ -74,6 +76,14 @@ def test_a_host_that_differs_is_given_back_and_another_is_asked_for(make):
     engine.start([launch(1, "wait")])
     poll_until(engine, lambda: engine.waiting() == [])
     assert sorted(engine.agent_pids()) == ["job-1", "job-3"]
+
+
+def test_hosts_that_are_of_use_only_together_are_asked_for_together(make):
+    gangs = []
+    engine = make(WAITS, gang_size=2, gangs=gangs)
+    engine.start([launch(seat, "wait") for seat in range(5)])
+    one, two, three = range(1, 2), range(2, 4), range(4, 6)
+    assert gangs == [(1, one), (2, two), (3, two), (4, three), (5, three)], "one replaces a lost member of another gang"
 
 
 def test_if_the_first_request_fails_nothing_can_run(make):

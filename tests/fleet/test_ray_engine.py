@@ -19,7 +19,7 @@ from shoal.spec.engine import RayEngineConfig
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 from tests.fleet import engine_contract
-from tests.fleet.engine_contract import EngineContract, collect_exits, launch, wait_exits, wait_ready
+from tests.fleet.engine_contract import AgentContract, agent_above, collect_exits, launch, wait_exits, wait_ready
 from tests.fleet.ray_nodes import ENVIRONMENT, ray_nodes
 from tests.fleet.test_agent_engine import ENTRY, pids, wait_gone
 
@@ -48,9 +48,9 @@ def make(cluster, tmp_path, monkeypatch):
     made = []
     with ForkServer(os.environ | {"OMP_NUM_THREADS": "1"}, ["seat_entry"], at_once=False) as fork_server:
 
-        def make(*, patience_s=600.0, **fields):
+        def make(*, gang_size=1, **fields):
             config = RayEngineConfig(kind="ray", **({"address": cluster.address, "python": str(python)} | fields))
-            made.append(ray_engine(config, RunPaths(tmp_path), fork_server, patience_s=patience_s))
+            made.append(ray_engine(config, RunPaths(tmp_path), fork_server, patience_s=600, gang_size=gang_size))
             return made[-1]
 
         yield make
@@ -66,10 +66,42 @@ def wait_for(condition, what):
         time.sleep(0.1)
 
 
-class TestRayEngine(EngineContract):
+class TestRayEngine(AgentContract):
     @pytest.fixture
     def make_engine(self, make):
         return make
+
+
+def test_a_gang_waits_until_there_is_room_for_all(cluster, make):
+    """Each of the two nodes has room for one of the three."""
+    engine = make(gang_size=3, resources={"CPU": 2})
+    engine.start([launch(seat, "wait") for seat in range(3)])
+    asked = ["PENDING_CREATION"] * 3
+    wait_for(lambda: engine.poll(0.1) == [] and waiting_agents(cluster) == asked, "three were not asked for")
+    ((state, nodes),) = cluster.states_of_groups().values()
+    assert (state, len(nodes)) == ("PENDING", 3)
+    assert engine.waiting() == [0, 1, 2]
+    engine.stop([0, 1, 2])
+    assert collect_exits(engine, 3) == dict.fromkeys(range(3), -9)
+    wait_for(lambda: engine.poll(0.1) == [] and not cluster.groups(), "they are not withdrawn")
+
+
+def waiting_agents(cluster):
+    return [state for state in cluster.states_of_agents() if state == "PENDING_CREATION"]
+
+
+def test_a_lost_member_of_a_gang_gets_its_place_back(cluster, make, tmp_path):
+    engine = make(gang_size=2, resources={"CPU": 2})
+    engine.start([launch(0, "wait"), launch(1, "wait")])
+    wait_ready(tmp_path, 0, 1, engine=engine)
+    before = cluster.groups()
+    assert [len(set(nodes)) for nodes in before.values()] == [2]
+    agent_above(psutil.Process(*pids(tmp_path, 0))).parent().kill()
+    assert [one.seat for one in wait_exits(engine, 1)] == [0]
+    engine.start([launch(2, "wait")])
+    wait_ready(tmp_path, 2, engine=engine)
+    assert cluster.groups() == before
+    assert engine.running() == [1, 2]
 
 
 def test_a_killed_bridge_leaves_nothing_behind(make, tmp_path):
@@ -82,6 +114,20 @@ def test_a_killed_bridge_leaves_nothing_behind(make, tmp_path):
     assert engine.running() == [1 - one.seat]
     engine.start([launch(5, "0")])
     assert collect_exits(engine, 1) == {5: 0}
+
+
+def test_a_killed_actor_takes_its_agent_along(make, tmp_path):
+    engine = make()
+    engine.start([launch(0, "wait")])
+    wait_ready(tmp_path, 0, engine=engine)
+    agent = agent_above(psutil.Process(*pids(tmp_path, 0)))
+    assert "AgentActor" in " ".join(agent.parent().cmdline())
+    agent.parent().kill()
+    (one,) = wait_exits(engine, 1)
+    assert (one.seat, one.code) == (0, None)
+    wait_gone(*pids(tmp_path, 0), agent.pid)
+    engine.start([launch(1, "7")])
+    assert collect_exits(engine, 1) == {1: 7}
 
 
 def test_a_node_that_dies_ends_its_seats_and_others_start_elsewhere(cluster, make, tmp_path):

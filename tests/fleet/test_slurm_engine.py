@@ -15,7 +15,7 @@ from shoal.fleet.engines.make import slurm_engine
 from shoal.fleet.forkserver import ForkServer
 from shoal.spec.engine import SlurmEngineConfig
 from shoal.spec.run_paths import RunPaths
-from tests.fleet.engine_contract import EngineContract, collect_exits, launch, wait_exits, wait_ready
+from tests.fleet.engine_contract import AgentContract, collect_exits, launch, wait_exits, wait_ready
 from tests.fleet.slurm_cluster import SLURM, slurm_cluster
 from tests.fleet.test_agent_engine import ENTRY, pids, wait_gone
 
@@ -92,7 +92,7 @@ def _keep_path(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
 
 
-class TestSteps(EngineContract):
+class TestSteps(AgentContract):
     """Inside an allocation."""
 
     outlives_driver = False
@@ -102,7 +102,7 @@ class TestSteps(EngineContract):
         return make
 
 
-class TestJobs(EngineContract):
+class TestJobs(AgentContract):
     """Outside of one: a job for each seat."""
 
     outlives_driver = False

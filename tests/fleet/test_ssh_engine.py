@@ -13,7 +13,7 @@ from shoal.fleet.engines.agents import AgentEngine
 from shoal.fleet.engines.ssh import ssh_hosts
 from shoal.spec.engine import SshEngineConfig
 from shoal.spec.run_paths import RunPaths
-from tests.fleet.engine_contract import EngineContract, collect_exits, launch, wait_exits, wait_ready
+from tests.fleet.engine_contract import AgentContract, collect_exits, launch, wait_exits, wait_ready
 from tests.fleet.ssh_server import SSHD, ssh_server
 from tests.fleet.test_agent_engine import ENTRY, pids, wait_gone
 
@@ -42,7 +42,7 @@ def make(server, tmp_path):
         engine.close()
 
 
-class TestSshEngine(EngineContract):
+class TestSshEngine(AgentContract):
     outlives_driver = False
 
     @pytest.fixture

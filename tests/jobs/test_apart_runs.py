@@ -4,6 +4,7 @@ Agents and workers are real processes on this machine. They get no path of the r
 driver's port.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -26,6 +27,7 @@ from tests.conftest import CNN, GPT, MLP
 from tests.fleet.slurm_cluster import free_ports
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import assert_same, fault_script, fired_faults, reference_receipt
+from tests.net.recording_proxy import RecordingProxy
 
 APART = {"kind": "local", "apart": True}
 TWO_MACHINES = APART | {"machines": 2}
@@ -157,10 +159,13 @@ def wait_for_event(events: Path, found, process):
 
 
 @pytest.mark.long
-def test_a_killed_driver_takes_all_along_and_resume_goes_on(run, job_dir):
+@pytest.mark.parametrize("saves", ["through the driver", "to a URL"])
+def test_a_killed_driver_takes_all_along_and_resume_goes_on(run, job_dir, tmp_path, saves):
     ready = job_dir / "ready"
     slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 1.0, "until": str(ready)}}]
-    job = SMALL | {"workers": 2, "engine": TWO_MACHINES, "watchers": slow, "checkpoint": {"every": "2 steps"}}
+    far = tmp_path / "far"
+    checkpoint = {"every": "2 steps"} | ({"path": f"file://{far}"} if saves == "to a URL" else {})
+    job = SMALL | {"workers": 2, "engine": TWO_MACHINES, "watchers": slow, "checkpoint": checkpoint}
     (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
     paths = RunPaths(job_dir / "runs" / "mlp-1")
     with run_cli("run", "job.yaml", cwd=job_dir) as driver:
@@ -176,6 +181,9 @@ def test_a_killed_driver_takes_all_along_and_resume_goes_on(run, job_dir):
     assert driver.returncode == 0, said
     receipt = json.loads(paths.receipt.read_text())
     assert receipt["weights_sha256"] == reference_receipt(run, SMALL).weights_sha256
+    assert any(event.kind == "resumed" and event.step >= 4 for event in read_events(paths.events))
+    assert far.exists() != paths.checkpoints.exists(), "checkpoints are at one place"
+    assert far.exists() == (saves == "to a URL")
 
 
 @pytest.mark.long
@@ -265,6 +273,24 @@ def test_workers_and_servers_listen_in_the_range_of_ports(run, job_dir):
     assert len(seen) == 4
     assert all(len(ports) == 1 for ports in seen.values())
     assert set.union(*seen.values()) <= set(range(first, first + 12))
+
+
+@pytest.mark.long
+def test_workers_reach_the_driver_at_the_address_that_they_are_told(run, job_dir):
+    """As behind a gateway: the driver is bound to another address, from which all is passed on."""
+    port = free_ports(1)
+    seen = set()
+
+    def look(paths, event, state):
+        if event.kind == "worker_started":
+            seen.update(one.raddr for one in psutil.Process(event["pid"]).net_connections("tcp") if one.raddr)
+
+    network = {"port": port, "advertise": "127.0.0.2"}
+    with contextlib.closing(RecordingProxy(("127.0.0.1", port), listen=("127.0.0.2", port))):
+        outcome = run(SMALL, look, workers=2, engine=TWO_MACHINES, network=network)
+    assert_same(outcome, reference_receipt(run, SMALL))
+    assert seen >= {("127.0.0.2", port)}
+    assert ("127.0.0.1", port) not in seen
 
 
 @pytest.mark.long

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from shoal.checkpoint.driver_files import DriverConnections, DriverFiles
 from shoal.checkpoint.files import LocalFiles
 from shoal.checkpoint.store import CheckpointStore
+from shoal.errors import ShoalError
 from shoal.fleet.control_server import ControlServer
+from shoal.jobs.remote.code_archive import pack_code
 from shoal.jobs.remote.file_service import MAX_CONNECTIONS_PER_SEAT, FileService
 from shoal.net.file_transfer import MAX_HEADER_BYTES
 from shoal.net.listener import connect_host
 from shoal.spec.remote.file_requests import ALLOWED, FileAnswer, parse_request
 from shoal.spec.run_paths import RunPaths
+from shoal.train.fetch_code import fetch_code
 
 TOKEN = "t" * 32
 
@@ -130,6 +133,22 @@ def test_a_store_saves_and_loads_through_it(driver, files):
         assert manifest.step == 3
         assert torch.equal(found["model"]["w"], state["model"]["w"])
         again.close()
+
+
+def test_code_is_fetched_once_by_a_machine_and_kept_by_its_content(driver, connections, tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model.py").write_text("old")
+    old = pack_code(base, driver.paths.root / "code")
+    here, there = tmp_path / "here", tmp_path / "there"
+    assert (fetch_code(connections, old, here) / "model.py").read_text() == "old"
+    (driver.paths.root / "code" / f"{old.sha256}.tar").unlink()
+    assert (fetch_code(connections, old, here) / "model.py").read_text() == "old", "it is there already"
+    with pytest.raises(ShoalError, match="SH610"):
+        fetch_code(connections, old, there)
+    (base / "model.py").write_text("new")
+    new = pack_code(base, driver.paths.root / "code")
+    assert (fetch_code(connections, new, here) / "model.py").read_text() == "new"
 
 
 def test_a_worker_that_was_declared_dead_cannot_write_any_more(driver, files):

@@ -51,3 +51,18 @@ def test_the_cluster_grows_for_workers_and_shrinks_when_they_leave(run, job_dir,
     assert outcome.receipt.deaths_survived == 0
     wait_for(lambda: not nodes(cluster), "the cluster does not shrink after the run")
     assert not cluster.groups()
+
+
+def test_the_cluster_grows_by_a_whole_replica(run, job_dir, cluster):
+    """No node has room for both of its workers."""
+    sharded = LONGER | {"shard": "fsdp", "workers": 2}
+    engine = {"kind": "ray", "address": cluster.address}
+    with background_run(run, sharded, engine=engine, watchers=slow(job_dir)) as it:
+        it.wait_for_workers(2)
+        (group,) = cluster.groups().values()
+        assert set(group) == nodes(cluster)
+        (job_dir / "ready").touch()
+    outcome = it.outcome.result()
+    assert outcome.status == "finished", outcome.error
+    assert outcome.receipt.weights_sha256 == run(sharded, runs="calm").receipt.weights_sha256
+    wait_for(lambda: not nodes(cluster), "the cluster does not shrink after the run")

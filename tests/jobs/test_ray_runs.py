@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import yaml
 
@@ -58,9 +59,16 @@ def slow(job_dir):
     return [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(job_dir / "ready")}}]
 
 
-def test_the_same_bits_through_a_kill(run, job_dir, engine):
+def test_the_same_bits_through_a_kill(run, job_dir, cluster, engine):
+    """Nobody who asks Ray, or lists processes, reads the token meanwhile."""
     with background_run(run, LONGER, workers=2, engine=engine, watchers=slow(job_dir)) as it:
         it.wait_for_workers(2)
+        token = json.loads(it.paths.driver_address.read_text())["token"]
+        told = cluster.ask(do="tables")["tables"]
+        commands = [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])]
+        assert "AgentActor" in told
+        assert "AgentActor" in repr(commands)
+        assert token not in told + repr(commands)
         os.kill(it.state.training_workers[-1].pid, signal.SIGKILL)
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)
@@ -86,6 +94,47 @@ def test_a_drained_node_is_a_planned_leave_and_a_dead_one_is_survived(run, job_d
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, LONGER))
     assert outcome.receipt.deaths_survived == 1
+
+
+def test_a_sharded_replica_starts_whole_or_not_at_all(run, job_dir, tmp_path, monkeypatch):
+    """At first the cluster has room for one of the two workers, which nobody gets. Later a lost place comes back in the
+    same group, and a drained one is replaced by itself."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    sharded = LONGER | {"shard": "fsdp", "workers": 2}
+    with ray_nodes(1, tmp_path / "log") as cluster:
+        whole = {"kind": "ray", "address": cluster.address, "resources": {"CPU": 2}}
+        with background_run(run, sharded, engine=whole, watchers=slow(job_dir)) as it:
+            wait_for(lambda: len(cluster.states_of_agents()) == 2, "nothing was asked for")
+            ((group, (state, nodes)),) = cluster.states_of_groups().items()
+            assert (state, len(nodes)) == ("PENDING", 2)
+            assert cluster.states_of_agents() == ["PENDING_CREATION"] * 2
+            cluster.ask(do="add")
+            it.wait_for_workers(2)
+
+            kept, doomed = cluster.groups()[group]
+            os.kill(cluster.ask(do="nodes")["nodes"][doomed], signal.SIGKILL)
+            it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
+            wait_for(lambda: cluster.states_of_groups()[group][0] == "RESCHEDULING", "Ray does not miss the place")
+            cluster.ask(do="add")
+            it.wait_for_workers(2)
+            ((first, drained),) = cluster.groups().values()
+            assert first == kept != drained
+
+            assert cluster.ask(do="drain", node=drained)["done"]
+            wait_for(lambda: len(cluster.groups()) == 2, "no other place is asked for")
+            cluster.ask(do="add")
+            it.wait_until(lambda state: any(w.state == "left" for w in state.workers.values()))
+            it.wait_for_workers(2)
+            alone = next(nodes for name, nodes in cluster.groups().items() if name != group)
+            assert len(alone) == 1
+            assert alone[0] not in (kept, drained)
+            (job_dir / "ready").touch()
+        outcome = it.outcome.result()
+        wait_for(lambda: not cluster.groups(), "placement groups are left")
+    assert outcome.status == "finished", outcome.error
+    assert outcome.receipt.deaths_survived == 1
+    assert outcome.receipt.weights_sha256 == run(sharded, runs="calm").receipt.weights_sha256
 
 
 COMMAND = [sys.executable, "-c", "from shoal.cli import main; main()"]

@@ -127,14 +127,14 @@ def test_preemption_of_all_saves_and_the_run_goes_on_when_there_is_room(run, job
 
 
 SCRIPT = """#!/bin/sh
-#SBATCH --nodes=2 --exclusive --no-kill --open-mode=append --output={out}
+#SBATCH --nodes=2 --exclusive --no-kill --open-mode=append --output={out} {options}
 exec {python} -c 'from shoal.cli import main; main()' {words}
 """
 
 
-def submit(cluster, job_dir, words):
+def submit(cluster, job_dir, words, *, options=""):
     script = job_dir / "job.sh"
-    script.write_text(SCRIPT.format(out=job_dir / "out.txt", python=sys.executable, words=words))
+    script.write_text(SCRIPT.format(out=job_dir / "out.txt", options=options, python=sys.executable, words=words))
     return cluster.run("sbatch", "--parsable", f"--chdir={job_dir}", str(script))
 
 
@@ -144,14 +144,18 @@ def wait_for_event(cluster, paths, found):
     )
 
 
-def test_an_allocation_that_ends_saves_and_stops_and_resume_goes_on(run, job_dir, cluster):
-    """`shoal run --engine slurm` in a batch script. Slurm sends TERM to all steps, as before a time limit."""
+@pytest.mark.parametrize("limit", ["", "--time=3 --signal=TERM@60"], ids=["by hand", "time limit"])
+def test_an_allocation_that_ends_saves_and_stops_and_resume_goes_on(run, job_dir, cluster, limit):
+    """`shoal run --engine slurm` in a batch script. Slurm sends TERM to all steps: when it is told to, or one to two
+    minutes before the time limit."""
     job = SMALL | {"workers": 2, "watchers": slow(job_dir), "checkpoint": {"every": "never"}}
+    job |= {"steps": 3000} if limit else {}  # ten minutes while steps are slow
     (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
     paths = RunPaths(job_dir / "runs" / "mlp-1")
-    number = submit(cluster, job_dir, "run job.yaml --engine slurm")
+    number = submit(cluster, job_dir, "run job.yaml --engine slurm", options=limit)
     wait_for_event(cluster, paths, lambda event: event.kind == "step" and event.step >= 3)
-    cluster.run("scancel", "--signal=TERM", number)
+    if not limit:
+        cluster.run("scancel", "--signal=TERM", number)
     cluster.wait_for(lambda: not cluster.active_jobs(), (job_dir / "out.txt").read_text())
     ended = [event for event in read_events(paths.events) if event.kind == "run_ended"]
     assert [event["status"] for event in ended] == ["terminated"]
@@ -159,7 +163,7 @@ def test_an_allocation_that_ends_saves_and_stops_and_resume_goes_on(run, job_dir
     submit(cluster, job_dir, "resume mlp-1")
     cluster.wait_for(paths.receipt.exists, (job_dir / "out.txt").read_text())
     receipt = json.loads(paths.receipt.read_text())
-    assert receipt["weights_sha256"] == reference_receipt(run, SMALL).weights_sha256
+    assert receipt["weights_sha256"] == reference_receipt(run, job).weights_sha256
     assert receipt["deaths_survived"] == 0
 
 

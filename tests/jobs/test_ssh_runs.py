@@ -49,8 +49,11 @@ def wait_for_no_agent():
 
 
 def test_the_same_bits_through_a_kill_over_ssh(run, job_dir, engine):
+    """The hosts stand in a file."""
+    (job_dir / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
+    named = {name: value for name, value in engine.items() if name != "hosts"} | {"hostfile": "hosts"}
     faults = fault_script(job_dir, "kill worker 1 at step 7")
-    outcome = run(SMALL, workers=2, engine=engine, watchers=faults)
+    outcome = run(SMALL, workers=2, engine=named, watchers=faults)
     assert fired_faults(job_dir) == {"kill worker 1 at step 7"}
     assert_same(outcome, reference_receipt(run, SMALL))
     wait_for_no_agent()

@@ -6,9 +6,9 @@ import threading
 
 
 class RecordingProxy:
-    def __init__(self, address):
+    def __init__(self, address, *, listen=("127.0.0.1", 0)):
         self._target = address
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(listen)
         self.address = self._listener.getsockname()
         self.recorded = bytearray()
         self._pairs = []

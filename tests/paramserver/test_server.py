@@ -220,6 +220,17 @@ def test_a_late_caller_of_an_old_view_is_told_that_it_has_passed():
     assert (frame.kind, frame.view) == (protocol.REFUSED, 3)
 
 
+def test_a_view_that_nobody_entered_has_passed_too():
+    """After a take-over the driver tells two views at once. A worker that enters the first of them must hear of the
+    second, else it takes the refusal for a final one and the run ends."""
+    harness = initialised(staleness=0.0, waits_for_views=True)
+    harness.server.set_view(3, {0: [0, 1, 2, 3]})
+    harness.worker.sent.clear()
+    harness.enter(2)
+    ((frame, _),) = harness.worker.sent
+    assert (frame.kind, frame.view, harness.server.view) == (protocol.REFUSED, 3, 1)
+
+
 def test_a_second_connection_of_a_seat_replaces_the_first():
     """What still comes over the first must not be answered instead of what is asked over the second."""
     host = ServerLoop(100, "token", ServerConfig(1, 0.0), bind="127.0.0.1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import tempfile
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, cast
 
-from pydantic import ValidationError
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from shoal.net.errors import LinkError
 from shoal.net.file_transfer import receive_header, receive_sized, send_content, send_header
@@ -23,6 +22,8 @@ MAX_IDLE_S = 60.0
 SPOOL_BYTES = 64 << 20
 """A file up to this size is kept in memory while it is read, a larger one in a temporary file."""
 ANSWER_TIMEOUT_S = 120.0
+MAX_LISTING_BYTES = 256 << 20
+_LISTING = TypeAdapter(dict[str, NonNegativeInt])
 
 
 class DriverConnections:
@@ -95,8 +96,13 @@ class DriverFiles:
     def sizes(self, under: str = "") -> dict[str, int]:
         with self._connections.borrow() as sock:
             answer = self._ask(sock, self._request("sizes", under))
+            if answer.size_bytes > MAX_LISTING_BYTES:
+                raise _gone(ValueError("its list of files is too long"))
             content = b"".join(_link_errors(lambda: receive_sized(sock, answer.size_bytes)))
-        return {str(path): int(size) for path, size in json.loads(content).items()}
+            try:
+                return _LISTING.validate_json(content)
+            except ValidationError as failure:
+                raise _gone(failure) from failure
 
     @contextlib.contextmanager
     def save_lock(self) -> Iterator[None]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +21,7 @@ CODE = "code.zip"
 MAX_CODE_BYTES = 64 << 20
 _DATE = (1980, 1, 1, 0, 0, 0)
 """Of every file in the archive: the same code makes the same bytes."""
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def pack_code(target: Path, base_dir: str) -> list[str]:
@@ -61,6 +64,8 @@ def unpack_code(directory: Path, cache: Path) -> Path:
         target = cache / "model-code" / sha256(content).hexdigest()
         with zipfile.ZipFile(archive) as files:
             entries = files.infolist()
+            if any(entry.compress_type not in _METHODS for entry in entries):
+                raise ValueError("it is packed in another way than Shoal packs")
             if sum(entry.file_size for entry in entries) > MAX_CODE_BYTES:
                 raise error("SH811", f"{CODE} holds more than {MAX_CODE_BYTES >> 20} MB", where=str(directory))
             for entry in entries:
@@ -70,6 +75,6 @@ def unpack_code(directory: Path, cache: Path) -> Path:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_replace(file) as temporary:
                     temporary.write_bytes(files.read(entry))
-    except (OSError, zipfile.BadZipFile, ValueError) as failure:
+    except (OSError, zipfile.BadZipFile, ValueError, EOFError, RuntimeError, struct.error, zlib.error) as failure:
         raise error("SH811", f"{CODE} cannot be read: {failure}", where=str(directory)) from None
     return target

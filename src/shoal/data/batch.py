@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+IGNORED_LABEL = -100
+"""A label that no loss counts, as torch's `ignore_index` and the models of Hugging Face have it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,20 @@ def cached_directory(cache_dir: Path, key: list[Any], make: Callable[[Path], Non
     except OSError as failure:
         raise error("SH313", f"{failure}", where=str(cache_dir)) from failure
     return final
+
+
+_OF_PARSERS = (RecursionError, SyntaxError, TokenError)
+"""numpy evaluates the header of an array as Python."""
+
+
+@contextmanager
+def reading_cache(directory: Path) -> Iterator[None]:
+    """SH313 if what is read inside is damaged."""
+    try:
+        yield
+    except (OSError, ValueError, EOFError, TypeError, LookupError, AttributeError, *_OF_PARSERS) as failure:
+        fix = "Delete this directory: it is made again."
+        raise error("SH313", f"its files are damaged: {failure}", where=str(directory), fix=fix) from None
 
 
 def _remove_unused(cache_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -204,7 +205,7 @@ def _run_started(state: RunState, event: Event, started: schema.RunStartedEvent)
 
 @_folds(schema.SeatsGivenEvent)
 def _seats_given(state: RunState, event: Event, given: schema.SeatsGivenEvent) -> None:
-    numbers = [int(tail) for tail in (name.rpartition("-")[2] for name in given.seats) if tail.isdecimal()]
+    numbers = [int(found[0]) for name in given.seats if (found := re.search(r"(?<=-)\d{1,8}$", name))]
     state.seats_given = max(state.seats_given, 1 + max(numbers, default=-1))
 
 

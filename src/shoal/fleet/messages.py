@@ -11,16 +11,15 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from shoal.fleet.profile_request import ProfileRequest
 from shoal.net.errors import ProtocolError
 from shoal.spec.base import Spec
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import MAX_WORKERS
-from shoal.spec.view import Address, Attachment, Role
+from shoal.spec.view import MAX_SEAT, Address, Attachment, Role
 
-MAX_SEAT = 10**9
 MAX_VIEW = 1 << 31
 MAX_CUTS = 1 << 16
 MAX_ERROR_CHARACTERS = 8000
@@ -35,6 +34,18 @@ Position = Annotated[int, Field(ge=0, lt=1 << 53)]
 Quantity = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Name = Annotated[str, Field(max_length=256)]
+
+
+def _is_error(fields: dict[str, str]) -> dict[str, str]:
+    if not {"code", "message"} <= fields.keys():
+        raise ValueError("an error has a code and a message")
+    return fields
+
+
+ErrorFields = Annotated[
+    dict[Name, Annotated[str, Field(max_length=MAX_ERROR_CHARACTERS)]], Field(max_length=8), AfterValidator(_is_error)
+]
+"""An error of another process; see `error_from_fields`."""
 
 
 class Message(Spec):
@@ -201,9 +212,7 @@ class ExitedReport(Message):
     code: Annotated[int, Field(ge=-64, le=255)] | None
     reason: Name
     errors: Annotated[str, Field(max_length=MAX_ERROR_CHARACTERS)] = ""
-    start_error: dict[Name, Annotated[str, Field(max_length=MAX_ERROR_CHARACTERS)]] | None = Field(
-        default=None, max_length=8
-    )
+    start_error: ErrorFields | None = None
 
 
 class OutputReport(Message):

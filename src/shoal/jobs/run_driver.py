@@ -73,7 +73,9 @@ class RunDriver:
         self.job = job
         self.paths = paths
         self._until = until
-        self.engine = make_engine(job.engine, paths, fork_server, patience_s=job.elastic.patience_s)
+        self.engine = make_engine(
+            job.engine, paths, fork_server, patience_s=job.elastic.patience_s, gang_size=job.workers_per_replica
+        )
         self._on_event = on_event
         self._trace = trace
         self._exit = contextlib.ExitStack()  # cleanup for `close`, in reverse order
@@ -472,6 +474,7 @@ def given_token() -> str:
 
 
 def first_free_seat(names: Iterable[str]) -> int:
-    """The first seat number that no worker or server has ever had."""
-    seats = (re.fullmatch(r"(?:worker|server)-(\d+)", name) for name in names)
+    """The first seat number that no worker or server has ever had. A number that no driver gives out, in a damaged
+    event, is none."""
+    seats = (re.fullmatch(r"(?:worker|server)-(\d{1,8})", name) for name in names)
     return max((int(seat[1]) for seat in seats if seat), default=-1) + 1

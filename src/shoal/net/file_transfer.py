@@ -45,7 +45,9 @@ def receive_content(sock: socket.socket) -> Iterator[bytes]:
 
 
 def receive_sized(sock: socket.socket, size_bytes: int) -> Iterator[bytes]:
-    """A content whose size is known."""
+    """A content whose size is known. ProtocolError if it is too long."""
+    if size_bytes > MAX_FILE_BYTES:
+        raise ProtocolError("the content is too long")
     while size_bytes:
         chunk = receive_exactly(sock, min(size_bytes, MAX_CHUNK_BYTES))
         size_bytes -= len(chunk)

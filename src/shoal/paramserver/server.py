@@ -254,9 +254,10 @@ class ParameterServer:
 
     def _handle_enter(self, session: ClientSession, frame: ServerFrame) -> None:
         request, view = parse_message(EnterRequest, session.connection.payload), frame.view
-        if view < max(self.view, self._told_view):
+        newest = max(self.view, self._told_view)
+        if view < newest:
             passed = f"view {view} has passed".encode()
-            session.connection.send(ServerFrame(protocol.REFUSED, self.chunk_table_number, view=self.view), passed)
+            session.connection.send(ServerFrame(protocol.REFUSED, self.chunk_table_number, view=newest), passed)
             return
         self.check_model(request.model)
         if view > self.view:

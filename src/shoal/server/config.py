@@ -74,7 +74,11 @@ class StandaloneServerConfig(Spec):
 
     @classmethod
     def read(cls, root: Path) -> StandaloneServerConfig:
-        return cls.model_validate_json((root / "servers.json").read_text())
+        """SH701 if the file is damaged."""
+        try:
+            return cls.model_validate_json((root / "servers.json").read_bytes())
+        except (OSError, ValueError) as failure:
+            raise error("SH701", f"servers.json cannot be read: {str(failure)[:200]}", where=str(root)) from None
 
 
 def build_config(values: Arrays, *, optimizer: Any, workers: int, **sync: Any) -> StandaloneServerConfig:

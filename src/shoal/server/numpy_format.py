@@ -8,6 +8,7 @@ It exists twice because clients have no torch.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from typing import Any
@@ -45,7 +46,7 @@ def unpack(packed: bytes) -> State:
             raise ValueError("wrong checksum")
         skeleton, table = json.loads(header)
         return _decode(skeleton, _arrays(table, content))
-    except (ValueError, KeyError, TypeError, struct.error, RecursionError) as problem:
+    except (ValueError, KeyError, TypeError, struct.error, RecursionError, OverflowError) as problem:
         raise LinkError(f"sent a malformed state: {problem}") from problem
 
 
@@ -57,7 +58,9 @@ def _arrays(table: Any, content: bytes) -> dict[str, NDArray[Any]]:
     arrays, start = {}, 0
     for name, code, shape in table:
         dtype = np.dtype(_DTYPES[code])
-        count = int(np.prod(shape))
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError("an array has no such shape")
+        count = math.prod(shape)
         arrays[name] = np.frombuffer(content, dtype, count, start).reshape(shape)
         start += count * dtype.itemsize
     return arrays

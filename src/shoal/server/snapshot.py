@@ -18,6 +18,7 @@ from shoal.errors import error
 from shoal.server.numpy_format import pack, unpack
 from shoal.server.numpy_layout import CODES, Arrays, ArraySlice, NumpyLayout
 
+_DEEP_OR_HUGE = (RecursionError, OverflowError)
 _PREFIX = "shoal.optimizer/"
 
 
@@ -140,7 +141,7 @@ def load(path: str | os.PathLike[str]) -> tuple[ServerSnapshot, dict[str, Any]]:
             state[name][slot] = array
         loaded = ServerSnapshot(values, state, [int(clock) for clock in header["clocks"]])
         return loaded, dict(header["optimizer"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as failure:
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, *_DEEP_OR_HUGE) as failure:
         raise error("SH705", f"not a file that `save` wrote: {failure}", where=str(path)) from failure
 
 

@@ -136,7 +136,7 @@ class SlurmEngineConfig(Spec):
 
 
 class RayEngineConfig(Spec):
-    """Workers run on a cluster of Ray, each in a placement group of its own.
+    """Workers run on a cluster of Ray, each in a placement group of its own, or one for all of a sharded replica.
 
     `address`: of the cluster; `auto` is the one of this machine. `seats`: at most so many workers. `resources`: of a
     worker, besides a CPU for each thread, such as `GPU: 1`. `python`: the interpreter on the nodes; left out, Ray's.

@@ -9,12 +9,13 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from shoal.spec.base import Spec
 
 Role = Literal["worker", "server"]
+MAX_SEAT = 10**9
 
 
 class Seat(Spec):
     """A numbered slot for a worker or a server process. A number is never used again."""
 
-    number: NonNegativeInt
+    number: int = Field(ge=0, lt=MAX_SEAT)
     role: Role = "worker"
 
     @property

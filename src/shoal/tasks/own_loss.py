@@ -14,13 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.data.batch import Batch
+from shoal.data.batch import IGNORED_LABEL, Batch
 from shoal.errors import error
 from shoal.lanes.loss import Loss
 from shoal.tasks.batch_facts import explain_model_errors
 from shoal.tasks.task import Task
-
-IGNORED_LABEL = -100
 
 
 class OwnLossTask(Task):

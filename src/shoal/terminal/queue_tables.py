@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rich.console import Console, Group
@@ -132,14 +133,14 @@ def worker_picture(history: Sequence[HistoryRow], numbers: Sequence[int], *, wid
     """One line per job: how many workers it had over time."""
     if not history:
         return []
-    first, last = history[0].t, max(row.t for row in history)
-    span = max(last - first, 1.0)
+    passed = _passed_s([row.t for row in history])
+    span = max(passed[-1], 1.0)
     most = max((row.workers for row in history), default=1) or 1
     changes: dict[int, list[tuple[float, int]]] = {}
-    for row in history:
-        changes.setdefault(row.id, []).append((row.t, row.workers))
+    for t, row in zip(passed, history, strict=True):
+        changes.setdefault(row.id, []).append((t, row.workers))
     lines = [
-        f"{number:>6} {''.join(_levels(changes[number], first, span, width, most))}"
+        f"{number:>6} {''.join(_levels(changes[number], span, width, most))}"
         for number in sorted(numbers)
         if any(workers for _, workers in changes.get(number, ()))
     ]
@@ -147,11 +148,16 @@ def worker_picture(history: Sequence[HistoryRow], numbers: Sequence[int], *, wid
     return [title, *lines] if lines else []
 
 
-def _levels(changes: Sequence[tuple[float, int]], first: float, span: float, width: int, most: int) -> list[str]:
+def _passed_s(times: Sequence[float]) -> list[float]:
+    """Seconds since the first of them. Where the clock was set back, no time has passed."""
+    return [0.0, *accumulate(max(after - before, 0.0) for before, after in pairwise(times))]
+
+
+def _levels(changes: Sequence[tuple[float, int]], span: float, width: int, most: int) -> list[str]:
     """The most workers within each column of time."""
     columns = [0] * width
-    for (t, workers), (end, _) in zip(changes, [*changes[1:], (first + span, 0)], strict=True):
-        start, stop = (min(int((moment - first) / span * width), width - 1) for moment in (t, end))
+    for (t, workers), (end, _) in zip(changes, [*changes[1:], (span, 0)], strict=True):
+        start, stop = (min(int(moment / span * width), width - 1) for moment in (t, end))
         for column in range(start, stop + 1):
             columns[column] = max(columns[column], workers)
     return [LEVELS[0] if not n else LEVELS[max(1, round(n / most * (len(LEVELS) - 1)))] for n in columns]

@@ -11,22 +11,18 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.export import load_weights
 from shoal.data.batch_loader import evaluation_batches
 from shoal.data.datasets import bind_ref
 from shoal.data.fitted import Fitted
-from shoal.data.source import SourceOptions, _open
+from shoal.data.source import open_source
 from shoal.errors import error
 from shoal.events import EventWriter
-from shoal.paramserver.sparse.offline import bind_checkpoint_rows
 from shoal.spec.data import DataConfig
 from shoal.spec.job import Job
-from shoal.spec.run_paths import cache_directory
 from shoal.spec.seeds import EVALUATION
-from shoal.strategies.make import build_replica
 from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
-from shoal.train.devices import pick_device
+from shoal.train.trained_replica import build_trained_replica
 
 
 @torch.no_grad()
@@ -45,23 +41,15 @@ def write_predictions(
 
     A chunk has the same samples whoever predicts it, so the number of workers changes no bit.
     """
-    task, replica = build_replica(
-        job.model_copy(update={"init_from": None}),
-        pick_device(job.device),
-        example=None,
-        steps=1,
-        steps_per_epoch=1,
-        report=stream.emit,
-    )
-    if replica.tables:
-        bind_checkpoint_rows(replica.tables, rows, seed=job.seed)
-    replica.model.load_state_dict(load_weights(weights))
+    task, replica = build_trained_replica(job, weights=weights, rows=rows, report=stream.emit)
     replica.model.eval()
     known = Fitted.of_model(fitted)
-    options = SourceOptions(
-        job.base_dir, "fail", cache_directory(), lambda message: stream.emit("note", message=message), known
+    opened = open_source(
+        DataConfig.model_validate({"source": source}).source,
+        base_dir=job.base_dir,
+        notify=lambda message: stream.emit("note", message=message),
+        fitted=known,
     )
-    opened = _open(DataConfig.model_validate({"source": source}).source, options)
     size = job.evaluate.batch_size or job.batch_size
     count = -(-len(opened) // size)
     batches = evaluation_batches(

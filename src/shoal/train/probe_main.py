@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.checkpoint.export import load_weights
 from shoal.data import report
 from shoal.data.augment_rng import Augment
 from shoal.data.batch import Batch
@@ -32,22 +31,20 @@ from shoal.lanes.passes import ComputeLane, MultiPassReplica
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import LaneSum, add
 from shoal.lanes.torch_setup import prepare_torch
-from shoal.paramserver.sparse.offline import bind_checkpoint_rows
 from shoal.sharding.build_replica import unsharded_job
 from shoal.spec.data import DataConfig, FoldSplitConfig
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.spec.seeds import AUGMENT
-from shoal.strategies.make import build_replica
 from shoal.tasks.evaluation import Evaluator
 from shoal.tasks.model import build_task
 from shoal.tasks.optimizer import check_task
 from shoal.tasks.user_errors import wrap_user_errors
 from shoal.train.build import BuiltJob, build
-from shoal.train.devices import pick_device
 from shoal.train.profile import profile_job
 from shoal.train.shape import describe_shape
+from shoal.train.trained_replica import build_trained_replica
 
 
 def main() -> None:
@@ -217,17 +214,7 @@ def evaluate(
     rows: str = "",
 ) -> dict[str, Any]:
     """Compute the metrics of a finished run on a split of its data, or on other data."""
-    task, replica = build_replica(
-        job.model_copy(update={"init_from": None}),
-        pick_device(job.device),
-        example=None,
-        steps=1,
-        steps_per_epoch=1,
-        report=stream.emit,
-    )
-    if replica.tables:
-        bind_checkpoint_rows(replica.tables, rows, seed=job.seed)
-    replica.model.load_state_dict(load_weights(weights))
+    task, replica = build_trained_replica(job, weights=weights, rows=rows, report=stream.emit)
     data = open_datasets(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=cache_directory())
     parts = {"train": data.train, **data.held_out}
     if source is not None:

@@ -1,13 +1,14 @@
 """The verbs of the queue, without a daemon: what they print, and what they refuse."""
 
 import json
+import time
 
 import pytest
 from typer.testing import CliRunner
 
 from shoal import cli
 from shoal.errors import ShoalError
-from shoal.jobs.queue import client, serve
+from shoal.jobs.queue import client, queue_store, serve
 from shoal.plan.queueing import transitions
 from shoal.spec.load import save_job
 
@@ -84,6 +85,19 @@ def test_the_picture_shows_who_had_workers_when(shoal, store, job):
     assert "full height: 2" in shown
     assert "there is room" in shown
     assert "no daemon lives" in shown
+
+
+def test_the_picture_outlives_a_clock_that_is_set(shoal, store, job, monkeypatch):
+    """Forward by a day, then back by a year."""
+    store.submit([job()], user="ann")
+    store.change_lease(lambda old: old.taken(holder="x", pid=1))
+    store.apply(1, lambda e: transitions.claim(e, epoch=1, run="r1"))
+    now = time.time()
+    for workers, jump in enumerate((0.0, 86_400.0, -365 * 86_400.0, -365 * 86_400.0 + 5), start=1):
+        monkeypatch.setattr(queue_store.time, "time", lambda jump=jump: now + jump)
+        store.apply(1, lambda e, n=workers: transitions.resize(e, epoch=1, workers=n, why="there is room"))
+    assert "full height: 4" in shoal("top", "--once")
+    assert shoal("queue", "--why", 1).count("there is room") >= 4
 
 
 def test_a_held_job_is_released(shoal, store, job):

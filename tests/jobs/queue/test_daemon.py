@@ -47,8 +47,10 @@ class Chosen:
 
     def __init__(self, **shares):
         self.shares = shares
+        self.facts = {}
 
     def divide(self, now_s, running, ready, *, cluster, facts):
+        self.facts = facts
         return {number: Share(workers) for number, workers in self.shares.items()}
 
 
@@ -299,7 +301,22 @@ def test_a_job_submitted_while_the_daemon_ends_is_not_forgotten(store, job, serv
 def test_speeds_are_measured_and_kept_for_equal_jobs(store, job, serve):
     store.submit([job(steps=200, workers="1..2")], user="ann")
     tick_until(serve(), all_ended(store))
-    assert sum(one.steps for one in store.speeds(store.get(1).sha256).values()) > 100
+    assert sum(one.steps for one in store.speeds(store.get(1).needs.speed_key).values()) > 100
+
+
+def test_a_job_that_waits_has_its_declared_steps_and_the_speed_of_a_running_job_like_it(store, job, serve):
+    alike, other = job(name="other", seed=7, steps=40), job(steps=40, batch_size=job().batch_size * 2)
+    store.submit([job(**ENDLESS), alike, other], user="ann")
+    policy = Chosen()
+    policy.shares = {1: 1, 2: 0, 3: 0}
+    served = serve(policy)
+    tick_until(served, lambda: policy.facts and policy.facts[1].speeds)
+    assert policy.facts[2].speeds.keys() == {1}
+    assert not policy.facts[3].speeds, "its batch is another one"
+    assert [policy.facts[n].remaining for n in (2, 3)] == [40.0, 40.0]
+    assert policy.facts[1].remaining < 10**6
+    store.apply(1, transitions.request_cancel)
+    tick_until(served, lambda: state_of(store, 1) == "cancelled")
 
 
 def test_folds_share_the_workers_of_their_job(store, paths, job, serve):

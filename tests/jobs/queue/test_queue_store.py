@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
 from shoal.jobs.queue import client
-from shoal.jobs.queue.queue_file import QueuePaths, file_system_of, open_queue_file, refuse_network_file_system
+from shoal.jobs.queue.daemon_lock import daemon_lock
+from shoal.jobs.queue.queue_file import (
+    NETWORK_FILE_SYSTEMS,
+    QueuePaths,
+    file_system_of,
+    open_queue_file,
+    refuse_network_file_system,
+)
 from shoal.jobs.queue.queue_store import QueueStore
 from shoal.plan.queueing import transitions
 from shoal.plan.queueing.speed import Measured
@@ -138,7 +145,20 @@ def test_a_network_file_system_is_refused_before_anything_is_written(tmp_path, m
     monkeypatch.setattr(Path, "read_text", lambda self, **named: mounts if self.name == "mountinfo" else read(self))
     paths = QueuePaths.of(tmp_path / "runs")
     assert code_of(refuse_network_file_system, paths) == code_of(QueueStore, paths) == "SH643"
+    assert code_of(daemon_lock(paths).__enter__) == "SH643"
     assert not paths.root.exists()
+
+
+@pytest.mark.parametrize(
+    "kind", ["nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "fuse.ceph-fuse", "fuse.fuse-nfs"]
+)
+def test_kinds_of_network_file_systems(kind):
+    assert NETWORK_FILE_SYSTEMS.fullmatch(kind)
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "fuseblk", "fuse.fuse-overlayfs"])
+def test_kinds_of_local_file_systems(kind):
+    assert not NETWORK_FILE_SYSTEMS.fullmatch(kind)
 
 
 @pytest.mark.parametrize("content", [b"long enough to be looked at" * 60, b"SQLite format 3\0xx"])

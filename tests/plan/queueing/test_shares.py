@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,3 +113,63 @@ def test_memory_bounds_how_many_workers_fit():
     facts = {1: JobFacts(speeds={1: 1.0, 2: 1.9, 4: 3.5})}
     shares = ElasticShares().divide(0.0, [], [QueueEntry(id=1, needs=needs)], cluster=capacity, facts=facts)
     assert shares[1].workers == 2
+
+
+SPEEDS = {1: 100.0, 2: 170.0}
+"""Steps per second by number of workers."""
+TICK_S, START_S, RESIZE_S = 0.5, 3.0, 0.3
+
+
+def completion_times(policy, steps, *, every_s):
+    """Jobs that arrive one after the other on two cores: the mean time until one has ended, and when all have. A start
+    and a resize stop a job; a speed is known for all when a job has trained for a second with so many workers."""
+    needs, cluster = JobNeeds(least=1, most=2, lanes=4), CoreCapacity({"here": 2})
+    entries, known, left, pause, trained = {}, {}, dict(enumerate(steps, 1)), {}, {}
+    arrives_s = {n: (n - 1) * every_s for n in left}
+    ended, now = {}, 0.0
+    while left:
+        for number in [n for n in left if n not in entries and arrives_s[n] <= now]:
+            entries[number] = QueueEntry(id=number, needs=needs)
+        alive = [entries[n] for n in left if n in entries]
+        facts = {
+            e.id: JobFacts(
+                waiting_since_s=arrives_s[e.id],
+                served_s=trained.get(e.id, 0.0),
+                turn_s=trained.get(e.id, 0.0),
+                speeds=dict(known),
+                remaining=left[e.id],
+            )
+            for e in alive
+        }
+        running, ready = ([e for e in alive if e.state == state] for state in ("running", "waiting"))
+        shares = policy.divide(now, running, ready, cluster=cluster, facts=facts) if alive else {}
+        for entry in alive:
+            workers = shares[entry.id].workers if entry.id in shares else 0
+            if workers != entry.workers:
+                pause[entry.id] = RESIZE_S if entry.workers and workers else START_S
+                trained[entry.id] = trained.get(entry.id, 0.0) if entry.workers and workers else 0.0
+            entries[entry.id] = entry.model_copy(
+                update={"workers": workers, "state": "running" if workers else "waiting"}
+            )
+        now += TICK_S
+        for number in [n for n in left if n in entries and entries[n].workers]:
+            trains_s = max(TICK_S - pause[number], 0.0)
+            pause[number] = max(pause[number] - TICK_S, 0.0)
+            trained[number] += trains_s
+            workers = entries[number].workers
+            if trained[number] >= 1.0:
+                known[workers] = SPEEDS[workers]
+            left[number] -= trains_s * SPEEDS[workers]
+            if left[number] <= 0:
+                del left[number]
+                ended[number] = now
+    times = [ended[n] - arrives_s[n] for n in sorted(ended)]
+    return sum(times) / len(times), max(ended.values())
+
+
+@pytest.mark.parametrize("steps", [(12000, 2000, 6000, 1000, 4000, 1000), (1000, 12000, 1000, 6000, 2000, 4000)])
+def test_elastic_workers_let_jobs_wait_less_than_first_come_first_served(steps):
+    elastic_s, all_elastic_s = completion_times(ElasticShares(), steps, every_s=10.0)
+    first_come_s, all_first_come_s = completion_times(FirstComeFirstServed(), steps, every_s=10.0)
+    assert elastic_s < 0.8 * first_come_s
+    assert all_elastic_s < 0.9 * all_first_come_s

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 
-from shoal.data.cache import SMALL_BYTES, cached_directory
+from shoal.data.cache import SMALL_BYTES, cached_directory, reading_cache
 from shoal.data.files import DataFile, find_files, local_path
 from shoal.data.fitted import Fitted
 from shoal.data.source import Array, SourceOptions
@@ -119,9 +119,10 @@ def _load_through_cache(
     directory = cached_directory(
         options.cache_dir, ["csv", key, spec.model_dump(), options.on_bad_row, options.fitted, options.not_inputs], make
     )
-    noted = json.loads((directory / "survey.json").read_text())
-    schema = CsvSchema(noted["kinds"], Fitted.model_validate(noted["fitted"]), noted["misshapen"])
-    return schema, load_cache(directory, schema.layout(spec, options), where=spec.path)
+    with reading_cache(directory):
+        noted = json.loads((directory / "survey.json").read_text())
+        schema = CsvSchema(noted["kinds"], Fitted.model_validate(noted["fitted"]), noted["misshapen"])
+        return schema, load_cache(directory, schema.layout(spec, options), where=spec.path)
 
 
 def _uncompressed_bytes(files: list[DataFile]) -> int:

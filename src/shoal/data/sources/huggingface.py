@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.batch import Batch
+from shoal.data.batch import IGNORED_LABEL, Batch
 from shoal.data.files import absolute_path
 from shoal.data.source import Array, DataSource, Ids, SourceOptions
 from shoal.errors import describe_exception, did_you_mean, error
@@ -21,7 +21,6 @@ from shoal.spec.sources.config import HuggingFaceSourceConfig
 HUGGING_FACE_MODULE = "datasets.arrow_dataset"
 HUGGING_FACE_STREAM_MODULE = "datasets.iterable_dataset"
 LABELS = "labels"
-IGNORED_LABEL = -100
 PADDING = {LABELS: IGNORED_LABEL}
 """What fills shorter lists; 0 elsewhere, which an attention mask hides."""
 _READERS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.data.cache import SMALL_BYTES, cached_directory
+from shoal.data.cache import SMALL_BYTES, cached_directory, reading_cache
 from shoal.data.files import ensure_seekable, find_files
 from shoal.data.fitted import Fitted
 from shoal.data.source import DataSource, SourceOptions
@@ -68,5 +68,6 @@ def _load_through_cache(
     files = [file.cache_key for file in reader.files]
     key = ["parquet", files, spec.model_dump(), options.on_bad_row, options.fitted, options.not_inputs]
     directory = cached_directory(options.cache_dir, key, make)
-    layout = saved_layout(layout, Fitted.model_validate_json((directory / "fitted.json").read_text()))
-    return layout, load_cache(directory, layout, where=spec.path)
+    with reading_cache(directory):
+        layout = saved_layout(layout, Fitted.model_validate_json((directory / "fitted.json").read_text()))
+        return layout, load_cache(directory, layout, where=spec.path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from shoal.data.cache import NpyWriter
+from shoal.data.cache import NpyWriter, reading_cache
 from shoal.data.source import Array
 from shoal.data.sources.arrays import ArraySource, InMemoryRows, MemoryMappedRows, RowArray
 from shoal.data.sources.table import ColumnLayout, ConvertedRows, convert, explain_bad_row
@@ -85,10 +85,11 @@ def write_cache(directory: Path, blocks: Iterable[TableBlock], layout: ColumnLay
 def load_cache(directory: Path, layout: ColumnLayout, *, where: str) -> LoadedTable:
     """Map the files that `write_cache` wrote."""
     inputs = directory / "inputs.npy"
-    if inputs.stat().st_size == 0:
-        raise error("SH302", "no good row", where=where)
-    target = None if layout.target_type == "none" else np.load(directory / "target.npy", mmap_mode="r")
-    return LoadedTable(np.load(inputs, mmap_mode="r"), target, np.load(directory / "bad.npy"))
+    with reading_cache(directory):
+        if inputs.stat().st_size == 0:
+            raise error("SH302", "no good row", where=where)
+        target = None if layout.target_type == "none" else np.load(directory / "target.npy", mmap_mode="r")
+        return LoadedTable(np.load(inputs, mmap_mode="r"), target, np.load(directory / "bad.npy"))
 
 
 def _check_widths(parts: list[ConvertedRows], where: str) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from shoal.data.batch import Batch
-from shoal.data.cache import SMALL_BYTES, NpyWriter, cached_directory
+from shoal.data.cache import SMALL_BYTES, NpyWriter, cached_directory, reading_cache
 from shoal.data.files import find_files, local_path
 from shoal.data.source import Array, DataSource, Ids, SourceOptions
 from shoal.errors import error
@@ -20,6 +21,7 @@ _CHUNK = 1 << 20
 _BYTE_VOCABULARY = tuple(range(256))
 
 Vocabulary = tuple[str | int, ...]
+_WORDS: TypeAdapter[Vocabulary] = TypeAdapter(Vocabulary)
 
 
 def open_text(spec: TextSourceConfig, options: SourceOptions) -> TokenWindowSource:
@@ -39,8 +41,9 @@ def open_text(spec: TextSourceConfig, options: SourceOptions) -> TokenWindowSour
 
     key = ["text", [file.cache_key for file in files], spec.level, options.classes]
     directory = cached_directory(options.cache_dir, key, make)
-    vocabulary = tuple(json.loads((directory / "vocabulary.json").read_text()))
-    return TokenWindowSource(np.load(directory / "tokens.npy", mmap_mode="r"), vocabulary, spec)
+    with reading_cache(directory):
+        vocabulary = _WORDS.validate_json((directory / "vocabulary.json").read_bytes())
+        return TokenWindowSource(np.load(directory / "tokens.npy", mmap_mode="r"), vocabulary, spec)
 
 
 def _build_vocabulary(paths: list[str], spec: TextSourceConfig, options: SourceOptions) -> Vocabulary:

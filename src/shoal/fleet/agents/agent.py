@@ -6,7 +6,7 @@ It carries out commands and sends reports. Both are plain validated data that ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -19,15 +19,19 @@ from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 
+Word = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+"""What a process can get as an argument."""
+Variables = dict[Annotated[str, Field(pattern=r"^[^\x00=]+$")], Word]
+
 
 class LaunchCommand(Spec):
     """Start a process; see `Launch`."""
 
     kind: Literal["launch"] = "launch"
     seat: Seat
-    entry: str
-    arguments: list[str] = Field(default_factory=list)
-    environment: dict[str, str] = Field(default_factory=dict, repr=False)
+    entry: Word
+    arguments: list[Word] = Field(default_factory=list)
+    environment: Variables = Field(default_factory=dict, repr=False)
     reach: str = ""
 
 

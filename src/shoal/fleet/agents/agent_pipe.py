@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shoal.fleet.agents.agent import LaunchCommand, StopCommand
-from shoal.fleet.messages import MAX_ERROR_CHARACTERS, ExitedReport, Message, Name, OutputReport
+from shoal.fleet.agents.agent import LaunchCommand, StopCommand, Variables, Word
+from shoal.fleet.messages import ErrorFields, ExitedReport, Message, Name, OutputReport
 from shoal.net.errors import ProtocolError
 from shoal.spec.base import Spec
 from shoal.spec.view import Seat
@@ -28,6 +28,7 @@ MAX_LINE_BYTES = 1 << 20
 MAX_SEATS = 1 << 12
 MAX_NOISE_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
+_MAX_READS = 4
 
 
 class SetupCommand(Spec):
@@ -36,10 +37,10 @@ class SetupCommand(Spec):
     says that the machine will be taken away. `patience_s`: how long the agent waits for another engine."""
 
     kind: Literal["setup"] = "setup"
-    environment: dict[str, str]
-    modules: list[str]
-    machine: str = ""
-    notice: str = ""
+    environment: Variables
+    modules: list[Word]
+    machine: Word = ""
+    notice: Word = ""
     patience_s: float = MAX_SILENCE_S
 
 
@@ -78,7 +79,7 @@ class FailedReport(Message):
     """The agent cannot start processes, and ends. `error` has the fields of an error."""
 
     kind: Literal["failed"] = "failed"
-    error: Annotated[dict[Name, Annotated[str, Field(max_length=MAX_ERROR_CHARACTERS)]], Field(max_length=8)]
+    error: ErrorFields
 
 
 class LeavingReport(Message):
@@ -123,9 +124,10 @@ class PipeReader:
         self.closed = False
 
     def read_lines(self) -> list[bytes]:
-        """The complete lines that have arrived. ProtocolError if one is too long."""
+        """The complete lines that have arrived, or the first of very many: one that never pauses must not keep its
+        reader from everybody else. ProtocolError if one is too long."""
         lines: list[bytes] = []
-        while True:
+        for _ in range(_MAX_READS):
             try:
                 data = os.read(self._descriptor, _READ_BYTES)
             except BlockingIOError:

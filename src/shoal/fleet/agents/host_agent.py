@@ -61,11 +61,16 @@ def main() -> None:
     commands, reports = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a module prints while it is imported is no report
-    with contextlib.suppress(BrokenPipeError), scratch_directory() as scratch:
-        os.write(reports, BANNER + b"\n")
-        HostAgent(commands, reports, scratch).run()
+    code = 0
+    try:
+        with contextlib.suppress(BrokenPipeError), scratch_directory() as scratch:
+            os.write(reports, BANNER + b"\n")
+            HostAgent(commands, reports, scratch).run()
+    except ProtocolError as failure:
+        print(f"the agent ends: {failure}", file=sys.stderr, flush=True)
+        code = 1
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 @contextlib.contextmanager
@@ -168,6 +173,8 @@ class HostAgent:
             self._send(ExitedReport(seat=command.seat.number, code=1, reason="exit code 1", start_error=failed))
             return
         self._reached = True
+        if command.seat.number in self._names:
+            raise ProtocolError(f"{command.seat.name} runs already")
         own = self._scratch / command.seat.name
         own.mkdir()
         self._names[command.seat.number] = command.seat.name

@@ -1,8 +1,8 @@
 """`python -m shoal.fleet.agents.ray_bridge OPTIONS`: an agent on a node of Ray, as a process with pipes here.
 
-It lets the keeper of the run ask Ray for a placement group with an agent in it, and passes on what engine and agent
-say. If its input ends without a word, its driver was killed: it leaves the agent to the keeper, for another driver.
-Otherwise nothing outlives it. The one module of the driver's machine that imports Ray.
+It lets the keeper of the run ask Ray for a place with an agent in it, and passes on what engine and agent say. If its
+input ends without a word, its driver was killed: it leaves the agent to the keeper, for another driver. Otherwise
+nothing outlives it. The one module of the driver's machine that imports Ray.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Bridge:
         self._ended = threading.Event()
         self._actor: Any = None
         self._group: Any = None
+        self._bundle = 0
         self._number: int | None = None  # of this bridge; None until the agent runs
         self._input = b""
         self._told_to_end = self._told_to_leave = self._is_replaced = False
@@ -138,7 +139,7 @@ class Bridge:
         if not draining:
             return
         table = ray.util.placement_group_table(self._group)
-        if any(node in draining for node in table.get("bundles_to_node_id", {}).values()):
+        if table.get("bundles_to_node_id", {}).get(self._bundle) in draining:
             self._told_to_leave = True
             self._actor.terminate.remote()
 
@@ -159,11 +160,12 @@ class Bridge:
     def _attach(self) -> None:
         """Get the actor, and wait until it runs. That may take hours."""
         options = self._options
-        asked = (options["resources"], options["python"], AGENT_MODULE)
-        found = (
-            self._keeper.find.remote(self._name) if options["attach"] else self._keeper.ask.remote(self._name, *asked)
-        )
-        self._actor, self._group = ray.get(found)
+        if options["attach"]:
+            found = self._keeper.find.remote(self._name)
+        else:
+            gang = options["gang"], options["gang_size"]
+            found = self._keeper.ask.remote(self._name, options["resources"], gang, options["python"], AGENT_MODULE)
+        self._actor, self._group, self._bundle = ray.get(found)
         if self._actor is None:
             raise OSError("the agent was given back")
         self._number = ray.get(self._actor.attach.remote())

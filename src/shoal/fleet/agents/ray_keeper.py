@@ -1,7 +1,7 @@
 """What keeps the workers of a run on a cluster of Ray while the run has no driver: one actor on the head node.
 
-It is detached, so it outlives its driver. It owns the placement group of each worker and the actor in it, and Ray ends
-both with it. A worker that no bridge asks for in a while is given back; a keeper that has nothing to keep ends.
+It is detached, so it outlives its driver. It owns the placement groups and the actors in them, and Ray ends both with
+it. A worker that no bridge asks for in a while is given back; a keeper that has nothing to keep ends.
 """
 
 from __future__ import annotations
@@ -21,9 +21,32 @@ LET_GO_S = 15.0
 """How long an agent has to end that was told to."""
 
 
+@dataclass(eq=False)
+class KeptGroup:
+    """A placement group: Ray gives all its bundles at once, or none. Each has the same resources and is for one agent.
+    `free`: those without an agent."""
+
+    group: Any
+    resources: dict[str, float]
+    bundles: int
+    free: list[int]
+
+    def usable(self, resources: dict[str, float]) -> list[int]:
+        """The free bundles with these resources. Nothing starts on a node that Ray takes away; once it is gone, Ray
+        puts its bundles elsewhere."""
+        import ray
+
+        if not self.free or self.resources != resources:
+            return []
+        draining = ray._private.state.state.get_draining_nodes()
+        nodes = ray.util.placement_group_table(self.group).get("bundles_to_node_id", {})
+        return [bundle for bundle in self.free if nodes.get(bundle) not in draining]
+
+
 @dataclass
 class KeptAgent:
-    group: Any
+    kept_group: KeptGroup
+    bundle: int
     actor: Any
     heard_s: float
     patience_s: float
@@ -35,37 +58,58 @@ class SeatKeeper:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._kept: dict[str, KeptAgent] = {}
+        self._groups: list[KeptGroup] = []
+        self._missing: dict[int, int] = {}  # by gang: members that have no place yet
         self._given_back: set[str] = set()
         self._lock = threading.Lock()
         self._empty_since_s = time.monotonic()
         threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def ask(self, name: str, resources: dict[str, float], python: str, module: str) -> tuple[Any, Any]:
-        """Ask Ray for a placement group with an agent in it. Returns the actor and the group, which may wait."""
+    def ask(
+        self, name: str, resources: dict[str, float], gang: tuple[int, int], python: str, module: str
+    ) -> tuple[Any, Any, int]:
+        """Ask Ray for a place with an agent in it. `gang`: its number and size. Returns the actor, the placement group,
+        which may wait, and the number of the bundle in it."""
         import ray
-        from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         with self._lock:
             if name in self._given_back:
-                return None, None
-            group = placement_group([resources], name=name)
+                return None, None, 0
+            kept_group, bundle = self._take_bundle(name, resources, gang)
             rest = dict(resources)
             placed = actor_class(ray).options(
                 num_cpus=rest.pop("CPU", 0),
                 num_gpus=rest.pop("GPU", 0),
                 resources=rest,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=kept_group.group, placement_group_bundle_index=bundle
+                ),
             )
             actor = placed.remote(python, module)
-            self._kept[name] = KeptAgent(group, actor, time.monotonic(), self._patience_s)
-        return actor, group
+            self._kept[name] = KeptAgent(kept_group, bundle, actor, time.monotonic(), self._patience_s)
+        return actor, kept_group.group, bundle
 
-    def find(self, name: str) -> tuple[Any, Any]:
-        """The actor and the group of this name; (None, None) if they were given back."""
+    def _take_bundle(self, name: str, resources: dict[str, float], gang: tuple[int, int]) -> tuple[KeptGroup, int]:
+        """One that is free, or the first of a new placement group for all members of the gang that have no place."""
+        from ray.util.placement_group import placement_group
+
+        number, size = gang
+        missing = self._missing.get(number, size)
+        self._missing[number] = max(1, missing - 1)
+        for kept_group in self._groups:
+            if usable := kept_group.usable(resources):
+                kept_group.free.remove(usable[0])
+                return kept_group, usable[0]
+        made = placement_group([resources] * missing, name=name)
+        self._groups.append(KeptGroup(made, resources, missing, list(range(1, missing))))
+        return self._groups[-1], 0
+
+    def find(self, name: str) -> tuple[Any, Any, int]:
+        """What `ask` returned for this name; (None, None, 0) if it was given back."""
         kept = self._kept.get(name)
-        return (kept.actor, kept.group) if kept else (None, None)
+        return (kept.actor, kept.kept_group.group, kept.bundle) if kept else (None, None, 0)
 
     def hear(self, name: str) -> None:
         """A driver still wants it."""
@@ -78,17 +122,22 @@ class SeatKeeper:
             kept.patience_s = LET_GO_S
 
     def give_back(self, name: str) -> None:
-        """End the actor, and with it the agent and its processes; remove the group. It cannot be asked for again."""
+        """End the actor, and with it the agent and its processes. It cannot be asked for again. The group is removed
+        with its last agent; until then the place is kept for another."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
         with self._lock:
-            kept = self._kept.pop(name, None)
             self._given_back.add(name)
             self._empty_since_s = time.monotonic()
-        if kept:
+            if (kept := self._kept.pop(name, None)) is None:
+                return
             ray.kill(kept.actor)
-            remove_placement_group(kept.group)
+            left = kept.kept_group
+            left.free.append(kept.bundle)
+            if len(left.free) == left.bundles:
+                self._groups.remove(left)
+                remove_placement_group(left.group)
 
     def _watch(self) -> None:
         while True:

@@ -24,20 +24,22 @@ REATTACH_POLL_S = 0.5
 class AgentPool(AgentEngine):
     """See AgentEngine. One host per seat; a cluster's scheduler chooses which, and may take long.
 
-    A seat starts as soon as it has a host; others may still wait. `make_host(number)` makes a request to the scheduler,
-    at most `max_hosts` at a time. If the first request fails, the job cannot run; later ones are made again. A host
-    that would compute other bits than the first is given back.
+    A seat starts as soon as it has a host; others may still wait. `make_host(number, gang)` makes a request to the
+    scheduler, at most `max_hosts` at a time. `gang` has the numbers of those that are of use only together: `gang_size`
+    of them, or one that replaces a lost one. If the first request fails, the job cannot run; later ones are made again.
+    A host that would compute other bits than the first is given back.
 
     With `attach_host(number)`, agents outlive a driver that is killed, and another one takes them over.
     """
 
     def __init__(
         self,
-        make_host: Callable[[int], AgentHost],
+        make_host: Callable[[int, range], AgentHost],
         paths: RunPaths,
         *,
         nodes: Sequence[Node],
         max_hosts: int,
+        gang_size: int = 1,
         records: AgentRecords | None = None,
         attach_host: Callable[[int], AgentHost] | None = None,
     ) -> None:
@@ -46,9 +48,10 @@ class AgentPool(AgentEngine):
         self._attach_host = attach_host
         self._nodes = list(nodes)
         self._max_hosts = max_hosts
+        self._gang_size = gang_size
         self._records = records
         self._numbers: dict[str, int] = {}  # of hosts that are on record
-        self._requests = 0
+        self._requests = records.kept.requests if records else 0
         self._retry = HostRetry(0.0)
         self._one_was_ready = False
         self._idle_since_s: dict[str, float] = {}
@@ -78,10 +81,12 @@ class AgentPool(AgentEngine):
                 link.read()
         for link in silent:
             link.end()
-        seats = {seat.number: (seat, link) for link in self._links.values() for seat in link.outlived or ()}
-        for number, (seat, link) in seats.items():
-            self._seats[number] = PlacedSeat(Launch(seat, ""), time.monotonic(), link)
-        return [seats[number][0] for number in sorted(seats)]
+        seats = [
+            (seat, link) for link in self._links.values() for seat in link.outlived or () if self._gave(link, seat)
+        ]
+        for seat, link in seats:
+            self._seats[seat.number] = PlacedSeat(Launch(seat, ""), time.monotonic(), link)
+        return [self._seats[number].launch.seat for number in sorted(self._seats)]
 
     def close(self) -> None:
         super().close()
@@ -92,6 +97,15 @@ class AgentPool(AgentEngine):
 
     def _silent_links(self) -> list[HostLink]:
         return [link for link in self._links.values() if link.outlived is None and link.state != "lost"]
+
+    def _gave(self, link: HostLink, seat: Seat) -> bool:
+        """Whether the earlier driver gave this seat to this agent."""
+        assert self._records is not None
+        return self._records.kept.seats.get(self._numbers[link.host.name]) == seat.name
+
+    def _note_placed(self, link: HostLink, seat: Seat) -> None:
+        if self._records:
+            self._records.give(self._numbers[link.host.name], seat)
 
     def _end_outlived(self, name: str) -> None:
         """What connected the agent was killed, and the agent waits for another driver: there is none."""
@@ -114,21 +128,26 @@ class AgentPool(AgentEngine):
         missing = len(self.waiting()) - len(free := self._free_links())
         is_time = time.monotonic() >= self._retry.at_s and self._failure is None
         room = self._max_hosts - sum(not link.ended for link in self._links.values())
-        for _ in range(min(missing, room) if is_time else 0):
-            host = self._request_host()
-            try:
-                self._links[host.name] = HostLink(host, self._selector)
-            except ShoalError as failure:
-                self._failure = failure
-                return
+        if is_time:
+            self._request_hosts(min(missing, room))
         self._give_back(free, -missing)
 
-    def _request_host(self) -> AgentHost:
-        self._requests = self._records.add() if self._records else self._requests + 1
-        host = self._make_host(self._requests)
-        if self._records:
-            self._numbers[host.name] = self._requests
-        return host
+    def _request_hosts(self, count: int) -> None:
+        """Those that make no whole gang replace lost members of another."""
+        while count > 0:
+            size = 1 if count % self._gang_size else self._gang_size
+            gang = range(self._requests + 1, self._requests + 1 + size)
+            for number in gang:
+                self._requests = self._records.add() if self._records else number
+                host = self._make_host(number, gang)
+                if self._records:
+                    self._numbers[host.name] = number
+                try:
+                    self._links[host.name] = HostLink(host, self._selector)
+                except ShoalError as failure:
+                    self._failure = failure
+                    return
+            count -= size
 
     def _free_links(self) -> list[HostLink]:
         """Hosts that have no seat and may get one, those that are ready first."""

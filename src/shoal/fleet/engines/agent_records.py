@@ -9,16 +9,19 @@ from pydantic import Field, NonNegativeInt, ValidationError
 
 from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths, write_atomically
+from shoal.spec.view import Seat
 
 MAX_RECORDS = 1 << 12
 
 
 class KeptAgents(Spec):
-    """`keeper` has the agents with these numbers. `requests`: numbers up to it were used."""
+    """`keeper` has the agents with these numbers. `requests`: numbers up to it were used. `seats`: the seat that each
+    agent was given; it may claim no other."""
 
     keeper: Annotated[str, Field(pattern=r"^[^/\s]{1,300}$")]
     requests: NonNegativeInt = 0
     numbers: Annotated[tuple[NonNegativeInt, ...], Field(max_length=MAX_RECORDS)] = ()
+    seats: Annotated[dict[NonNegativeInt, str], Field(max_length=MAX_RECORDS)] = Field(default_factory=dict)
 
 
 class AgentRecords:
@@ -38,8 +41,13 @@ class AgentRecords:
         self._write(requests=number, numbers=(*self.kept.numbers, number))
         return number
 
+    def give(self, number: int, seat: Seat) -> None:
+        """The agent has this seat from now on."""
+        self._write(seats=self.kept.seats | {number: seat.name})
+
     def remove(self, number: int) -> None:
-        self._write(numbers=tuple(one for one in self.kept.numbers if one != number))
+        seats = {one: seat for one, seat in self.kept.seats.items() if one != number}
+        self._write(numbers=tuple(one for one in self.kept.numbers if one != number), seats=seats)
 
     def _write(self, **changes: object) -> None:
         self.kept = self.kept.model_copy(update=changes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from shoal.errors import ShoalError, error, error_from_fields
 from shoal.fleet.agents.agent import LaunchCommand, StopCommand
@@ -185,7 +187,11 @@ class AgentEngine:
 
     def _check_platform(self, link: HostLink) -> None:
         self._reference = self._reference or (link.host.name, link.platform)
-        self._failure = self._failure or self._difference(link)
+        difference = None if link.ended else self._difference(link)
+        if difference and self._all_were_ready:
+            link.end()  # it came back as another machine: the others go on
+        else:
+            self._failure = self._failure or difference
         self._all_were_ready = self._all_were_ready or all(
             name in self._links and self._links[name].state == "ready" for name in self._hosts
         )
@@ -213,6 +219,7 @@ class AgentEngine:
             elif self._may_place() and (link := self._choose(placed)):
                 placed.link = link
                 launch = placed.launch
+                self._note_placed(link, launch.seat)
                 link.send(
                     LaunchCommand(
                         seat=launch.seat,
@@ -222,6 +229,9 @@ class AgentEngine:
                         reach=launch.reach,
                     )
                 )
+
+    def _note_placed(self, link: HostLink, seat: Seat) -> None:
+        """Called before the seat is sent to its host."""
 
     def _may_place(self) -> bool:
         return self._all_were_ready
@@ -262,12 +272,9 @@ class AgentEngine:
             return  # it counts as ended already
         seat = placed.launch.seat
         if isinstance(report, OutputReport):
-            with self._paths.log(seat.number, seat.role).open("a", encoding="utf-8") as file:
-                file.write(report.text + "\n")
+            _append(self._paths.log(seat.number, seat.role), report.text + "\n")
             return
-        if report.errors:
-            with self._paths.error_log(seat.number, seat.role).open("a", encoding="utf-8") as file:
-                file.write(report.errors)
+        _append(self._paths.error_log(seat.number, seat.role), report.errors)
         self._reset_retry(link)
         failed = error_from_fields(report.start_error) if report.start_error else None
         self._end(seat.number, report.code, start_error=failed)
@@ -280,3 +287,10 @@ class AgentEngine:
         exit_of = Exit.with_code(number, code, start_error=start_error)
         self._exits.append(Exit(number, code, reason, start_error) if reason else exit_of)
         self._exited.notify()
+
+
+def _append(log: Path, text: str) -> None:
+    """A full disk costs the lines, and not the run."""
+    if text:
+        with contextlib.suppress(OSError), log.open("a", encoding="utf-8", errors="replace") as file:
+            file.write(text)

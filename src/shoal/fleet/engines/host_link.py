@@ -38,6 +38,7 @@ from shoal.net.errors import ProtocolError
 from shoal.spec.view import Seat
 
 MAX_ERROR_BYTES = 8 << 10
+MAX_ERROR_READS = 4
 MAX_UNSENT_BYTES = 8 << 20
 CLOSE_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 2.0
@@ -174,10 +175,13 @@ class HostLink:
         if isinstance(report, PongReport):
             return
         if isinstance(report, ReadyReport):
-            self.state, self.platform = "ready", dict(report.platform)
+            self._set_ready(report.platform)
         elif isinstance(report, RunningReport):
-            self.outlived, self.platform = list(report.seats), dict(report.platform)
-            self.state = "ready" if self.platform else self.state
+            if not isinstance(self.host.setup, AttachCommand):
+                raise ProtocolError("it was not asked what it runs")
+            self.outlived = list(report.seats)
+            if report.platform:
+                self._set_ready(report.platform)
         elif isinstance(report, FailedReport):
             self.failure = error_from_fields(report.error).at(f"host {self.host.name}")
         elif isinstance(report, LeavingReport):
@@ -185,11 +189,19 @@ class HostLink:
         else:
             self.reports.append(report)
 
+    def _set_ready(self, platform: Mapping[str, str]) -> None:
+        """It may say so twice, and cannot change what it is."""
+        if self.state == "ready" and self.platform != platform:
+            raise ProtocolError("it is another machine now")
+        self.state, self.platform = "ready", dict(platform)
+
     def _read_errors(self) -> None:
         with contextlib.suppress(OSError):
-            while data := os.read(self._stderr, 1 << 16):
+            for _ in range(MAX_ERROR_READS):
+                if not (data := os.read(self._stderr, 1 << 16)):
+                    self._forget(self._stderr)  # closed: it would be readable for ever
+                    return
                 self._errors = (self._errors + data)[-MAX_ERROR_BYTES:]
-            self._forget(self._stderr)  # closed: it would be readable for ever
 
     def _lose(self, why: str) -> None:
         was_ready, self.state = self.state == "ready", "lost"

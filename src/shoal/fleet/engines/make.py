@@ -70,9 +70,11 @@ def make_engine(
     *,
     environment: Mapping[str, str] | None = None,
     patience_s: float = MAX_SILENCE_S,
+    gang_size: int = 1,
 ) -> Engine:
     """The engine of one run. The caller owns the fork server and closes it after the engine. Engines with agents take
-    its environment and modules alone. `patience_s`: how long agents wait for another driver, where they can."""
+    its environment and modules alone. `patience_s`: how long agents wait for another driver, where they can.
+    `gang_size`: so many processes are of use only together, which Ray can heed."""
     match config:
         case LocalEngineConfig(apart=False):
             return LocalEngine(fork_server, paths, environment=environment)
@@ -83,7 +85,7 @@ def make_engine(
         case SlurmEngineConfig():
             return slurm_engine(config, paths, fork_server)
         case RayEngineConfig():
-            return ray_engine(config, paths, fork_server, patience_s=patience_s)
+            return ray_engine(config, paths, fork_server, patience_s=patience_s, gang_size=gang_size)
         case MachinesEngineConfig():
             return machines_engine(config, paths, fork_server)
 
@@ -94,11 +96,18 @@ def slurm_engine(config: SlurmEngineConfig, paths: RunPaths, fork_server: ForkSe
     if allocation := find_allocation():
         return AgentEngine(step_hosts(config, allocation, setup=setup), paths)
     make_host = partial(job_host, config, name=f"shoal-{paths.name}", threads=threads, setup=setup)
-    return AgentPool(make_host, paths, nodes=slurm_nodes(config, None), max_hosts=config.jobs)
+    return AgentPool(
+        lambda number, _gang: make_host(number), paths, nodes=slurm_nodes(config, None), max_hosts=config.jobs
+    )
 
 
 def ray_engine(
-    config: RayEngineConfig, paths: RunPaths, fork_server: ForkServer, *, patience_s: float = MAX_SILENCE_S
+    config: RayEngineConfig,
+    paths: RunPaths,
+    fork_server: ForkServer,
+    *,
+    patience_s: float = MAX_SILENCE_S,
+    gang_size: int = 1,
 ) -> Engine:
     setup, threads = host_setup(config, fork_server)
     records = AgentRecords(paths)
@@ -110,6 +119,7 @@ def ray_engine(
         paths,
         nodes=ray_nodes(config),
         max_hosts=config.seats,
+        gang_size=gang_size,
         records=records,
         attach_host=partial(host, setup=AttachCommand()),
     )
@@ -118,7 +128,7 @@ def ray_engine(
 def machines_engine(config: MachinesEngineConfig, paths: RunPaths, fork_server: ForkServer) -> Engine:
     setup, threads = host_setup(config, fork_server)
     make_host = partial(machine_host, config, run=run_of_queue(config, paths), threads=threads, setup=setup)
-    return AgentPool(make_host, paths, nodes=machine_nodes(), max_hosts=MAX_SEATS)
+    return AgentPool(lambda number, _gang: make_host(number), paths, nodes=machine_nodes(), max_hosts=MAX_SEATS)
 
 
 def host_setup(config: EngineConfig, fork_server: ForkServer) -> tuple[SetupCommand, int]:

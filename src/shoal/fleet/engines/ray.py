@@ -1,4 +1,5 @@
-"""Ray: a placement group per worker, and in it an actor that runs the agent. This module does not import Ray."""
+"""Ray: a placement group per worker, or per gang of workers that can only run together, and in it an actor for each
+that runs the agent. This module does not import Ray."""
 
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ def ray_nodes(config: RayEngineConfig) -> list[Node]:
 def actor_host(
     config: RayEngineConfig,
     number: int,
+    gang: range = range(1),
     *,
     keeper: str,
     threads: int,
     setup: SetupCommand | AttachCommand,
     patience_s: float = MAX_SILENCE_S,
 ) -> AgentHost:
-    """A placement group for one worker, which waits until the cluster has room, or has grown. With AttachCommand, one
-    that a run has already, by the same number and keeper."""
+    """A place for one worker, which waits until the cluster has room for its whole gang, or has grown. `gang`: the
+    numbers of its members. With AttachCommand, a place that a run has already, by the same number and keeper."""
     if importlib.util.find_spec("ray") is None:
         raise error("SH607", "the package ray is missing", where="engine", fix="Install it: pip install 'shoal[ray]'.")
     node = Node(f"actor-{number}", cores=threads, memory_bytes=0, gpus=0, shares_run_dir=False, seats=1)
@@ -39,6 +41,8 @@ def actor_host(
         "keeper": keeper,
         "name": f"{keeper}/{number}",
         "resources": {"CPU": float(threads)} | config.resources,
+        "gang": gang.start,
+        "gang_size": len(gang),
         "python": config.python or "",
         "patience_s": patience_s,
         "attach": isinstance(setup, AttachCommand),

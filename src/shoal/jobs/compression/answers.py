@@ -83,7 +83,9 @@ def _files(answer: Any) -> Iterator[tuple[str, str]]:
 def _is_whole(file: tuple[str, str]) -> bool:
     path, sha256 = file
     try:
+        if not os.path.isfile(path):  # a pipe would never end
+            return False
         with open(path, "rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest() == sha256
-    except OSError:
+    except (OSError, ValueError):  # a name with a zero byte
         return False

@@ -17,6 +17,7 @@ from shoal.jobs.compression.workshop import Candidate, Workshop
 from shoal.jobs.receipt import make_receipt
 from shoal.jobs.run_health import write_receipt
 from shoal.plan.compression import latency_ratio
+from shoal.spec.compression.answers import ExportFacts
 from shoal.spec.compression.config import CompressConfig
 from shoal.spec.compression.measured import REPORT, CompressionReport, Recipe, RungReport
 from shoal.spec.compression.steps import ModelShape
@@ -41,7 +42,7 @@ def write_result(
         program="program" in workshop.job.export,
     )
     artefact = _place_artefact(paths, chosen)
-    notes = [*report.notes, *map(str, facts["skipped"])]
+    notes = [*report.notes, *map(str, facts.skipped)]
     report = report.model_copy(update={"notes": notes, "rungs": [_without_path(one) for one in report.rungs]})
     recipe = Recipe(
         parent=report.parent,
@@ -50,7 +51,7 @@ def write_result(
         steps=list(chosen.steps),
         artefact=artefact,
         artefact_sha256=chosen.artefact.sha256,
-        weights_sha256=facts["weights_sha256"],
+        weights_sha256=facts.weights_sha256,
     )
     save_job(job, paths.job)
     write_atomically(paths.root / RECIPE, recipe.model_dump_json(indent=2) + "\n")
@@ -90,18 +91,18 @@ def _metrics(report: CompressionReport) -> dict[str, float]:
     return found | ({f"test/{report.test.metric}": report.test.value} if report.test else {})
 
 
-def _end_run(paths: RunPaths, job: Job, report: CompressionReport, facts: dict[str, Any]) -> None:
-    digest = facts["weights_sha256"]
+def _end_run(paths: RunPaths, job: Job, report: CompressionReport, facts: ExportFacts) -> None:
+    digest = facts.weights_sha256
     with contextlib.closing(EventWriter(paths.events, "driver")) as stream:
         stream.emit(
             "built",
             steps=0,
             steps_per_epoch=0,
             lanes=job.lane_count,
-            samples=facts["samples"],
+            samples=facts.samples,
             skipped=0,
             device="cpu",
-            parameters=facts["parameters"],
+            parameters=facts.parameters,
         )
         stream.emit(
             "finished",
@@ -110,7 +111,7 @@ def _end_run(paths: RunPaths, job: Job, report: CompressionReport, facts: dict[s
             samples_seen=0,
             metrics=_metrics(report),
             stopped="",
-            platform=facts["platform"],
+            platform=facts.platform,
         )
         verified = verify_model(paths.model, weights_sha256=digest)
         stream.emit("verified", weights_sha256=verified.weights_sha256, size_bytes=verified.size_bytes, verify_s=0.0)

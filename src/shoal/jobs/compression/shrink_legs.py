@@ -51,7 +51,7 @@ def last_leg(paths: RunPaths) -> RunPaths:
 
 def _second_leg(paths: RunPaths) -> RunPaths | None:
     """The second leg, if its first checkpoint is complete."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         found = RunPaths.at(paths.root.parent / str(json.loads((paths.root / SECOND_LEG).read_bytes())["run"]))
         if found.root.parent == paths.root.parent and found.job.is_file():
             return found

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from shoal.errors import RunError, error
+from shoal.errors import RunError, ShoalError, error
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.compression.answers import AnswerLog, question_key
 from shoal.jobs.compression.errands import Errands, OwnErrands, StoppedError
 from shoal.jobs.coroutines import Steps, all_steps
 from shoal.jobs.probes import probe_steps
 from shoal.plan.compression import divide_lanes, join_ranges, tune_job
+from shoal.spec.base import Spec
+from shoal.spec.compression.answers import (
+    AnsweredParts,
+    ExportFacts,
+    JudgedModels,
+    LayerShares,
+    LayerSizes,
+    RangesPart,
+    ScoresPart,
+    TimedModels,
+)
 from shoal.spec.compression.measured import Artefact, Latency, ModelFile, Quality, ShapedModel
 from shoal.spec.compression.steps import (
     CutStep,
@@ -33,6 +45,8 @@ from shoal.spec.run_paths import RunPaths
 BATCH_SIZES = (1, 64)
 RESTARTS = 3
 Show = Callable[[str], object]
+T = TypeVar("T")
+A = TypeVar("A", bound=Spec)
 
 
 @dataclass(frozen=True)
@@ -74,9 +88,9 @@ class Workshop:
         made = self._shaped(
             "describe", file=ModelFile(path=weights, shape=list(shape)), out=self.new_path("safetensors")
         )
-        assert made.weights is not None
+        file = _weights_of(made)
         self.first_steps = [step for step in made.steps if isinstance(step, DenseStep)]
-        self.parent = Candidate("parent", made.weights, made.weights, tuple(shape), (), made.parameters)
+        self.parent = Candidate("parent", file, file, tuple(shape), (), made.parameters)
         return self.parent
 
     def new_path(self, ending: str) -> str:
@@ -99,34 +113,35 @@ class Workshop:
         if isinstance(step, TuneStep):
             return self.tune(candidate, step)
         if isinstance(step, OnnxStep):
-            found = self._onnx(candidate, step)
+            artefact = self._onnx(candidate, step)
         else:
             assert isinstance(step, PackStep)
             how = {"bits": step.bits, "rounded": step.rounded}
-            found = self._ask("pack", file=candidate.source, out=self.new_path("packed"), **how)
-        return replace(candidate, artefact=Artefact.model_validate(found), steps=(*candidate.steps, step))
+            artefact = self._ask(Artefact, "pack", file=candidate.source, out=self.new_path("packed"), **how)
+        return replace(candidate, artefact=artefact, steps=(*candidate.steps, step))
 
-    def _onnx(self, candidate: Candidate, step: OnnxStep) -> Mapping[str, Any]:
+    def _onnx(self, candidate: Candidate, step: OnnxStep) -> Artefact:
         """Workers observe the ranges, each on its lanes."""
         out = self.new_path("onnx")
         if step.bits == 32:
-            return self._ask("onnx", file=candidate.source, out=out)
+            return self._ask(Artefact, "onnx", file=candidate.source, out=out)
         plain = f"{out}.float.onnx"
-        self._ask("onnx", file=candidate.source, out=plain)
-        parts = self._ask_workers("ranges", [{"path": plain, "samples": step.samples} for _ in self._lanes])
-        joined = join_ranges([one["ranges"] for one in parts])
-        return self._ask("int8", file=candidate.source, path=plain, out=out, ranges=joined)
+        self._ask(Artefact, "onnx", file=candidate.source, out=plain)
+        asked = [{"path": plain, "samples": step.samples} for _ in self._lanes]
+        joined = join_ranges([one.ranges for one in self._ask_workers(RangesPart, "ranges", asked)])
+        return self._ask(Artefact, "int8", file=candidate.source, path=plain, out=out, ranges=joined)
 
     def prune(
         self, candidate: Candidate, name: str, *, remove: float, importance: str
     ) -> tuple[Candidate, ShapedModel]:
         """The candidate without the channels that matter least. Workers measure importance, each on its lanes."""
         asked = {"file": candidate.source, "importance": importance}
-        parts: list[Mapping[str, Any]] = []
+        parts: list[ScoresPart] = []
         if importance != "magnitude":
-            parts = self._ask_workers("scores", [{**asked, "out": self.new_path("scores")} for _ in self._lanes])
+            questions = [{**asked, "out": self.new_path("scores")} for _ in self._lanes]
+            parts = self._ask_workers(ScoresPart, "scores", questions)
         return self.propose(
-            candidate, "prune", name, remove=remove, importance=importance, parts=[dict(one) for one in parts]
+            candidate, "prune", name, remove=remove, importance=importance, parts=[one.model_dump() for one in parts]
         )
 
     @property
@@ -153,11 +168,11 @@ class Workshop:
         )
 
     def _weighted(self, candidate: Candidate, made: ShapedModel, step: Step) -> Candidate:
-        assert made.weights is not None
+        weights = _weights_of(made)
         return replace(
             candidate,
-            weights=made.weights,
-            artefact=made.weights,
+            weights=weights,
+            artefact=weights,
             steps=(*candidate.steps, step),
             parameters=made.parameters,
         )
@@ -186,8 +201,7 @@ class Workshop:
         if step.hold is None:
             return candidate.weights
         made = self._shaped("apply", file=candidate.source, steps=_plain([step.hold]), out=self.new_path("safetensors"))
-        assert made.weights is not None
-        return made.weights
+        return _weights_of(made)
 
     # ---- measurements ----
 
@@ -199,30 +213,32 @@ class Workshop:
         assert self.parent is not None
         files = {str(i): one.file.model_dump(mode="json") for i, one in enumerate(candidates)}
         known = str(self.folder / f"parent-{part}.json")
-        found = self._ask("quality", parent=self.parent.file, models=files, part=part, known=known)["found"]
-        return [Quality.model_validate(one) for one in found]
+        found = self._ask(JudgedModels, "quality", parent=self.parent.file, models=files, part=part, known=known).found
+        if [one.name for one in found] != list(files):
+            raise _wrong_answer("quality")
+        return found
 
     def time(self, models: Mapping[str, Candidate], sizes: Sequence[int] = BATCH_SIZES) -> list[Latency]:
         files = {name: one.file.model_dump(mode="json") for name, one in models.items()}
-        found = self._ask("latency", models=files, sizes=list(sizes))["found"]
-        return [Latency.model_validate(one) for one in found]
+        found = self._ask(TimedModels, "latency", models=files, sizes=list(sizes)).found
+        if [one.name for one in found] != list(files) or len({tuple(one.seconds) for one in found}) > 1:
+            raise _wrong_answer("latency")
+        return found
 
     def layers(self, candidate: Candidate) -> dict[str, int]:
-        found = self._ask("layers", file=candidate.source)["weights"]
-        return {str(name): int(count) for name, count in found.items()}
+        return self._ask(LayerSizes, "layers", file=candidate.source).weights
 
     def kept_by_layer(self, candidate: Candidate, share: float) -> dict[str, float]:
         """The share of the weights that each layer keeps, if the model keeps this share of them."""
-        found = self._ask("kept_by_layer", file=candidate.source, share=share)["keep"]
-        return {str(name): float(kept) for name, kept in found.items()}
+        return self._ask(LayerShares, "kept_by_layer", file=candidate.source, share=share).keep
 
-    def export(self, candidate: Candidate, **arguments: Any) -> dict[str, Any]:
-        return dict(self._ask("export", file=candidate.source, **arguments))
+    def export(self, candidate: Candidate, **arguments: Any) -> ExportFacts:
+        return self._ask(ExportFacts, "export", file=candidate.source, **arguments)
 
     def _shaped(self, action: str, **arguments: Any) -> ShapedModel:
-        return ShapedModel.model_validate(self._ask(action, **arguments))
+        return self._ask(ShapedModel, action, **arguments)
 
-    def _ask_workers(self, action: str, arguments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def _ask_workers(self, kind: type[A], action: str, arguments: Sequence[Mapping[str, Any]]) -> list[A]:
         """The answers of one process for each part of the lanes, which run at the same time. A part is a pure function
         of its lanes: a process that is killed is started again."""
         asked = [{**_plain_arguments(one), "lanes": lanes} for one, lanes in zip(arguments, self._lanes, strict=True)]
@@ -231,8 +247,13 @@ class Workshop:
             found = self._errands.ask(all_steps([self._until_answered(action, one) for one in asked]))
             return {"parts": [dict(one) for one in found]}
 
-        answered: list[Mapping[str, Any]] = self._once(action, asked, parts)["parts"]
-        return answered
+        def read(answer: Mapping[str, Any]) -> list[A]:
+            found = [kind.model_validate(one) for one in AnsweredParts.model_validate(answer).parts]
+            if len(found) != len(asked):
+                raise ValueError("a worker has not answered")
+            return found
+
+        return self._once(action, asked, parts, read)
 
     def _until_answered(self, action: str, arguments: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
         for _ in range(RESTARTS):
@@ -249,19 +270,38 @@ class Workshop:
             raise error("SH603", f"the process gave no answer to '{action}'")
         return found
 
-    def _ask(self, action: str, **arguments: Any) -> Mapping[str, Any]:
+    def _ask(self, kind: type[A], action: str, **arguments: Any) -> A:
         plain = _plain_arguments(arguments)
-        return self._once(action, plain, lambda: self._errands.ask(self._asking(action, plain)))
+        return self._once(action, plain, lambda: self._errands.ask(self._asking(action, plain)), kind.model_validate)
 
-    def _once(self, action: str, asked: Any, answer: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """The answer that is known, or the one that is given now and kept."""
+    def _once(
+        self, action: str, asked: Any, answer: Callable[[], Mapping[str, Any]], read: Callable[[Mapping[str, Any]], T]
+    ) -> T:
+        """The answer that is known, or the one that is given now and kept. A known one that cannot be read is given
+        again; SH603 if the process gives such a one."""
         key = question_key(action, asked)
-        found: Mapping[str, Any] | None = self._answers.take(key)
-        if found is None:
-            found = answer()
-            self._answers.add(key, found)
-            self.on_answer()
+        known = self._answers.take(key)
+        with contextlib.suppress(ValueError):
+            if known is not None:
+                return read(known)
+        given = answer()
+        try:
+            found = read(given)
+        except ValueError as failure:
+            raise _wrong_answer(action) from failure
+        self._answers.add(key, given)
+        self.on_answer()
         return found
+
+
+def _weights_of(made: ShapedModel) -> Artefact:
+    if made.weights is None:
+        raise _wrong_answer("weights")
+    return made.weights
+
+
+def _wrong_answer(action: str) -> ShoalError:
+    return error("SH603", f"the process gave no answer to '{action}' that can be read")
 
 
 def _plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class QueueDaemon:
         self._attempts: dict[int, Attempt] = {}
         self._seen_s: dict[int, float] = {}
         self._served_s: dict[int, float] = {}
+        self._left: dict[int, float | None] = {}
         self._earlier_speeds: dict[str, dict[int, Measured]] = {}
         self._stopping = ""
         self._next_beat_s = self._next_decision_s = 0.0
@@ -202,6 +203,7 @@ class QueueDaemon:
                 self._keep_speeds(number, attempt)
                 self._apply(number, settle(attempt.handle, epoch=self._epoch))
                 self._served_s[number] = self._served_s.get(number, 0.0) + self._clock() - attempt.began_s
+                self._left[number] = _steps_left(attempt.run_state)
                 self._next_decision_s = self._clock()
 
     def _stop_unwanted(self) -> None:
@@ -212,9 +214,9 @@ class QueueDaemon:
                 attempt.handle.stop(self._stopping)
 
     def _keep_speeds(self, number: int, attempt: Attempt) -> None:
-        sha256 = self._entries[number].sha256
-        self._store.add_speeds(sha256, attempt.meter.by_workers)
-        self._earlier_speeds.pop(sha256, None)
+        key = _speed_key(self._entries[number])
+        self._store.add_speeds(key, attempt.meter.by_workers)
+        self._earlier_speeds.pop(key, None)
 
     # ---- decisions ----
 
@@ -250,26 +252,34 @@ class QueueDaemon:
 
     def _facts(self, entry: QueueEntry, now_s: float) -> JobFacts:
         attempt = self._attempts.get(entry.id)
-        earlier = self._earlier_speeds.get(entry.sha256)
-        if earlier is None:
-            earlier = self._earlier_speeds[entry.sha256] = self._store.speeds(entry.sha256)
-        state = attempt.run_state if attempt else None
         turn_s = now_s - attempt.began_s if attempt else 0.0
         return JobFacts(
             waiting_since_s=self._seen_s.setdefault(entry.id, now_s),
             served_s=self._served_s.get(entry.id, 0.0) + turn_s,
             turn_s=turn_s,
-            speeds=self._speeds(entry, attempt, earlier),
-            remaining=float(state.steps_total - state.step) if state and state.steps_total else None,
+            speeds=self._speeds(entry),
+            remaining=self._remaining(entry, attempt),
         )
 
-    @staticmethod
-    def _speeds(entry: QueueEntry, attempt: Attempt | None, earlier: Mapping[int, Measured]) -> dict[int, float]:
-        """Steps per second by workers. Trials of a search need nothing of each other: so many workers, so many times
-        the speed."""
+    def _remaining(self, entry: QueueEntry, attempt: Attempt | None) -> float | None:
+        """Steps that are left. Of a run that has not begun: those that the job file declares."""
+        left = _steps_left(attempt.run_state) if attempt else self._left.get(entry.id)
+        return left if left is not None else float(entry.needs.steps) or None
+
+    def _speeds(self, entry: QueueEntry) -> dict[int, float]:
+        """Steps per second by workers: of earlier jobs like this one, of those that run, and its own.
+
+        Trials of a search need nothing of each other: so many workers, so many times the speed."""
         if entry.kind == "search":
             return {workers: float(workers) for workers in (entry.needs.least, entry.needs.most)}
-        return known_speeds(earlier) | (attempt.meter.speeds() if attempt else {})
+        key = _speed_key(entry)
+        if key not in self._earlier_speeds:
+            self._earlier_speeds[key] = self._store.speeds(key)
+        found = known_speeds(self._earlier_speeds[key])
+        for number, attempt in sorted(self._attempts.items(), key=lambda one: one[0] == entry.id):  # its own is last
+            if _speed_key(self._entries[number]) == key:
+                found |= attempt.meter.speeds()
+        return found
 
     def _adjust(self, entry: QueueEntry, share: Share | None) -> None:
         handle = self._attempts[entry.id].handle
@@ -336,6 +346,14 @@ class QueueDaemon:
             attempt.meter.reach_step(state.step, self._clock())
             if len(attempt.meter.speeds()) > known:  # the policy may give it more workers now
                 self._next_decision_s = self._clock()
+
+
+def _steps_left(state: RunState | None) -> float | None:
+    return float(state.steps_total - state.step) if state and state.steps_total else None
+
+
+def _speed_key(entry: QueueEntry) -> str:
+    return entry.needs.speed_key or entry.sha256
 
 
 def settle(handle: RunHandle, *, epoch: int) -> Settle:

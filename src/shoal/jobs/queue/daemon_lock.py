@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from shoal.errors import ShoalError, error
-from shoal.jobs.queue.queue_file import QueuePaths
+from shoal.jobs.queue.queue_file import QueuePaths, refuse_network_file_system
 from shoal.jobs.queue.queue_store import QueueStore
 from shoal.plan.queueing.lease import BEAT_S, Lease, LeaseWatch
 from shoal.plan.queueing.transitions import StaleEpochError
@@ -28,8 +28,9 @@ LOCK_RETRY_S = 0.05
 @contextlib.contextmanager
 def daemon_lock(paths: QueuePaths, *, wait_s: float = 0.0) -> Iterator[None]:
     """Hold the lock of the queue's daemon. SH641 if another process holds it for longer than `wait_s`."""
-    paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    refuse_network_file_system(paths)
     try:
+        paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = open_lock_file(paths.lock)
     except OSError as failure:
         raise error("SH642", f"the lock cannot be used: {failure}", where=str(paths.lock)) from failure

@@ -16,10 +16,10 @@ from shoal.jobs.run_dir import check_runs
 from shoal.spec.private_file import PRIVATE_MODE, owner_if_other
 
 APPLICATION_ID = 0x53484F51  # "SHOQ"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 BUSY_TIMEOUT_S = 30.0
 NETWORK_FILE_SYSTEMS = re.compile(
-    r"nfs4?|cifs|smb[23s]?\w*|afs|9p|ceph|glusterfs|lustre|gpfs|beegfs|virtiofs|fuse\.(?!fuse-overlayfs)\w+"
+    r"nfs4?|cifs|smb[23s]?\w*|afs|9p|ceph|glusterfs|lustre|gpfs|beegfs|virtiofs|fuse\.(?!fuse-overlayfs)[\w.-]+"
 )
 SCHEMA = """
 CREATE TABLE job (
@@ -50,6 +50,7 @@ INSERT INTO lease VALUES (1, 0, '', 0, 0, 0);
 MIGRATIONS = {
     1: "ALTER TABLE job ADD COLUMN kind TEXT NOT NULL DEFAULT 'training'",
     2: "ALTER TABLE job_file ADD COLUMN work TEXT NOT NULL DEFAULT ''",
+    3: "SELECT 'the needs of newer jobs have more fields'",
 }
 """What makes a file of each older version one of the next version."""
 

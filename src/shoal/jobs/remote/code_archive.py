@@ -20,10 +20,10 @@ from pathspec import GitIgnoreSpec
 from shoal.checkpoint.weight_files import find_weight_files
 from shoal.errors import ShoalError, error, from_os_error
 from shoal.events.packed_file import has_content
+from shoal.spec.remote.code_directory import MAX_CODE_FILES
 from shoal.spec.remote.file_requests import CodeArchive, SentWeights
 
 MAX_CODE_BYTES = 200 << 20
-MAX_CODE_FILES = 50_000
 IGNORE_FILES = (".gitignore", ".shoalignore")
 LEFT_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
 _LARGEST_SHOWN = 3
@@ -155,7 +155,7 @@ class _HashingWriter(io.RawIOBase):
 def _write_archive(base_dir: Path, files: list[str], target: Path) -> CodeArchive:
     """Equal directories give equal archives: no times, no owners."""
     with _HashingWriter(target) as writer:
-        with tarfile.open(fileobj=writer, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        with tarfile.open(fileobj=writer, mode="w|", format=tarfile.GNU_FORMAT) as archive:
             for name in files:
                 with (base_dir / name).open("rb") as file:
                     status = os.fstat(file.fileno())

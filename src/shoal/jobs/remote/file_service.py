@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,22 @@ MAX_CONNECTIONS_PER_SEAT = 8
 IDLE_TIMEOUT_S = 600.0
 """A silent connection is closed after so long; a save that holds a lock may take a while."""
 MAX_APPEND_BYTES = 16 << 20
+
+
+class HeldLock(contextlib.ExitStack):
+    """The lock of a connection. It may hold one: each costs a descriptor, and two could wait for each other."""
+
+    _is_held = False
+
+    def take(self, lock: AbstractContextManager[bool | None]) -> bool | None:
+        if self._is_held:
+            raise ProtocolError("it holds a lock already")
+        self._is_held = True
+        return self.enter_context(lock)
+
+    def close(self) -> None:
+        self._is_held = False
+        super().close()
 
 
 class FileService:
@@ -81,9 +98,9 @@ class FileService:
             self._connections[sock] = seat
         try:
             sock.settimeout(IDLE_TIMEOUT_S)
-            with contextlib.ExitStack() as locks:
+            with HeldLock() as lock:
                 while True:
-                    self._serve_one(sock, seat, locks)
+                    self._serve_one(sock, seat, lock)
         except ProtocolError:
             raise
         except LinkError:
@@ -102,7 +119,7 @@ class FileService:
             raise ProtocolError(f"seat {hello.seat} is not its seat")
         return hello.seat
 
-    def _serve_one(self, sock: socket.socket, seat: int, locks: contextlib.ExitStack) -> None:
+    def _serve_one(self, sock: socket.socket, seat: int, lock: HeldLock) -> None:
         try:
             request = parse_request(receive_header(sock))
         except ValueError as failure:
@@ -112,7 +129,7 @@ class FileService:
                 raise ProtocolError(f"the process in seat {seat} does not belong to the run")
         content = receive_content(sock) if request.operation in ("write", "append") else iter(())
         try:
-            answer, chunks = self._carry_out(request, content, locks)
+            answer, chunks = self._carry_out(request, content, lock)
         except LinkError:
             raise
         except OSError as failure:
@@ -123,7 +140,7 @@ class FileService:
         _send_raw(sock, chunks)
 
     def _carry_out(
-        self, request: FileRequest, content: Iterator[bytes], locks: contextlib.ExitStack
+        self, request: FileRequest, content: Iterator[bytes], lock: HeldLock
     ) -> tuple[FileAnswer, Iterator[bytes]]:
         if request.operation == "append":
             _append(self._trace, content)
@@ -140,11 +157,11 @@ class FileService:
                 listing = json.dumps(files.sizes(request.path)).encode()
                 return FileAnswer(size_bytes=len(listing)), iter([listing])
             case "lock" if request.exclusive:
-                return FileAnswer(taken=locks.enter_context(files.sweep_lock())), iter(())
+                return FileAnswer(taken=bool(lock.take(files.sweep_lock()))), iter(())
             case "lock":
-                locks.enter_context(files.save_lock())
+                lock.take(files.save_lock())
             case "unlock":
-                locks.close()
+                lock.close()
         return FileAnswer(), iter(())
 
 

@@ -19,7 +19,8 @@ class JobNeeds(Spec):
 
     `cores` and `memory_bytes` are of one worker; 0 bytes: it has no limit. `gang`: workers are added and removed in
     multiples of this. `copies`: runs at the same time (parallel folds); each has its own workers. `fixed`: another
-    number of workers gives other bits, so it keeps its first number.
+    number of workers gives other bits, so it keeps its first number. `steps`: of the whole run; 0: not known before it
+    runs. `speed_key`: jobs that share it differ in nothing that a step takes time for; '': only equal jobs do.
     """
 
     least: PositiveInt = 1
@@ -30,6 +31,8 @@ class JobNeeds(Spec):
     lanes: PositiveInt = 1
     memory_bytes: NonNegativeInt = 0
     fixed: bool = False
+    steps: NonNegativeInt = 0
+    speed_key: str = ""
 
     @property
     def cores_per_worker(self) -> int:

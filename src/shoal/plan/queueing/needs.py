@@ -26,7 +26,14 @@ def needs_of(job: Job, work: Work = TRAINING) -> JobNeeds:
             return needs.model_copy(update={"least": most, "most": most, "gang": 1, "fixed": False})
     split = job.data.split
     copies = min(split.parallel, split.folds) if job.fold_count > 1 and isinstance(split, FoldSplitConfig) else 1
+    if work.kind == TRAINING.kind and copies == 1:
+        needs = needs.model_copy(update={"steps": job.steps or 0, "speed_key": speed_key(job)})
     return needs.model_copy(update={"copies": copies})
+
+
+def speed_key(job: Job) -> str:
+    """The same for jobs that differ in name, seed and length alone."""
+    return job.model_copy(update={"seed": 0, "steps": 1, "epochs": None}).sha256()
 
 
 def _of_search(job: Job) -> dict[str, object]:

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from shoal.errors import error
 from shoal.spec.base import Spec
 from shoal.spec.compression.steps import ShapeStep, Step
 
-Sha256 = Annotated[str, Field(pattern=r"[0-9a-f]{64}")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 MAX_FILE_BYTES = 1 << 26
 REPORT = "compression.json"
 
@@ -99,7 +99,7 @@ class Latency(Spec):
     """CPU time per call with one thread, as ratios to the first file, by batch size."""
 
     name: str
-    seconds: dict[PositiveInt, float]
+    seconds: dict[PositiveInt, PositiveFloat]
     ratios: dict[PositiveInt, Ratio]
 
 

@@ -101,10 +101,14 @@ class RemoteRun(FileMessage):
 
 def check_path(path: str) -> str:
     """ValueError if it leads out of its directory."""
-    parts = path.split("/") if path else []
-    if len(parts) > MAX_PATH_PARTS or not all(map(_is_part, parts)):
+    if path and (path.count("/") >= MAX_PATH_PARTS or not is_inside(path)):
         raise ValueError("it is not a path inside the area")
     return path
+
+
+def is_inside(path: str) -> bool:
+    """Whether a relative path names something below its directory."""
+    return all(map(_is_part, path.split("/")))
 
 
 def parse_request(data: bytes) -> FileRequest:

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -27,6 +28,7 @@ from shoal.tasks.user_errors import wrap_user_errors
 from shoal.train.compression.subject import Subject
 
 TOLERANCE = 1e-3
+_SCORES = TypeAdapter(list[float])
 
 
 def judge(
@@ -60,7 +62,7 @@ def _parent_scores(subject: Subject, parent: ModelFile, split: DatasetSplit, kno
     """The same parent is judged against by every rung: its scores are computed once. A file that was cut off is not
     believed."""
     with contextlib.suppress(OSError, ValueError):
-        kept = [float(one) for one in json.loads(known.read_bytes())]
+        kept = _SCORES.validate_json(known.read_bytes())
         if len(kept) == len(split.ids):
             return kept
     scores = sample_scores(subject, parent, split)
