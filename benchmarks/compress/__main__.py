@@ -1,10 +1,12 @@
-"""python -m benchmarks.compress [row ...] --mnist DIR [--seeds N] [--keep]"""
+"""python -m benchmarks.compress [row ...] --mnist DIR --text FILE [--seeds N] [--rivals] [--keep]"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.compress import shrinking
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_executor
 from shoal.jobs.compression.compress import CompressRequest, compress
 from shoal.jobs.fork_servers import make_fork_server
@@ -20,6 +23,7 @@ from shoal.spec.compression.config import CompressConfig
 from shoal.spec.compression.measured import CompressionReport
 from shoal.spec.job import Job
 from shoal.spec.load import make_job
+from shoal.spec.run_paths import RunPaths
 
 HERE = Path(__file__).parent
 
@@ -36,6 +40,10 @@ class Trial:
     metric: str = "accuracy"
     workers: int = 1
 
+    @property
+    def batch_size(self) -> int:
+        return 128 if self.data == "mnist" else 32
+
 
 PROXIMAL = {"name": "shoal.compression:ProximalAdam", "args": {"lr": 0.002, "shrink": 1.0}}
 TRIALS = {
@@ -49,12 +57,14 @@ TRIALS = {
     "lenet300-smaller": Trial(
         "LeNet300",
         12,
-        {"steps": ["pack"], "max_drop": 0.006, "tune": {"epochs": 4, "lr": 1.0}, "target": {"size": 1 / 70}},
+        {"steps": ["pack"], "max_drop": 0.006, "tune": {"epochs": 6, "lr": 1.0}, "target": {"size": 1 / 70}},
+        workers=2,
     ),
     "lenet5-size": Trial(
         "LeNet5",
         4,
         {"steps": ["pack"], "max_drop": 0.004, "tune": {"epochs": 2, "lr": 1.0}, "target": {"size": 1 / 39}},
+        workers=2,
     ),
     "cnn-int8": Trial("Cnn", 4, {"steps": ["int8"], "max_drop": 0.006}, workers=2),
     "cnn-fast": Trial(
@@ -85,6 +95,10 @@ TRIALS = {
 }
 
 
+RIVALLED = ("digits-lossless", "lenet300-size", "lenet5-size", "cnn-fast", "gpt")
+"""Rows with models of their own."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.compress")
     report.take_names(parser, "row", [*TRIALS, *shrinking.SHRINKS])
@@ -92,9 +106,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path("input.txt"), help="the text that the GPT learns")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--keep", action="store_true", help="store the results beside those of other benchmarks")
-    parser.add_argument(
-        "--rivals", type=Path, help="other tools on these weights of the row cnn-fast, and nothing else"
-    )
+    parser.add_argument("--rivals", action="store_true", help="other tools on the parents of these rows instead")
     asked = parser.parse_args()
     if asked.rivals:
         measure_rivals(asked)
@@ -109,11 +121,24 @@ def main() -> None:
 def measure_rivals(asked: argparse.Namespace) -> None:
     from benchmarks.compress import rivals
 
-    rows = rivals.measure(mnist_data(asked.mnist), asked.rivals)
-    for row in rows:
-        Console().print(row)
-    if asked.keep:
-        report.keep("compress", "rivals", {"command": "python -m benchmarks.compress --rivals WEIGHTS", "rows": rows})
+    for name in asked.rows or RIVALLED:
+        trial, start = TRIALS[name], time.perf_counter()
+        data, tuning = data_of(trial.data, asked), trial.compress.get("tune", {})
+        with trained(name, trial, data, seed=0) as (paths, _):
+            rows = rivals.measure(
+                trial.model,
+                data,
+                paths.model / "model.safetensors",
+                batch_size=trial.batch_size,
+                epochs=tuning.get("epochs", trial.epochs),
+                rate=trial.optimizer["args"]["lr"] * tuning.get("lr", 1.0),
+            )
+        for row in rows:
+            Console().print(name, row)
+        if asked.keep:
+            command = f"python -m benchmarks.compress {name} --rivals"
+            kept = {"command": command, "rows": rows, "wall_s": round(time.perf_counter() - start, 1)}
+            report.keep("compress", f"rivals of {name}", kept)
 
 
 def measure_row(name: str, asked: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -125,15 +150,22 @@ def measure_row(name: str, asked: argparse.Namespace, seed: int) -> dict[str, An
 
 def measure(name: str, trial: Trial, data: dict[str, Any], seed: int) -> dict[str, Any]:
     """Train a parent, compress it, and return the numbers of the result."""
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="shoal-compress-") as scratch, make_fork_server(1) as fork_server:
-        runs = Path(scratch)
-        trained = run_executor.run(job_of(name, trial, data, seed), runs=runs, fork_server=fork_server)
-        if trained.error:
-            raise trained.error
-        request = CompressRequest(trained.paths, runs, show=print)
+    start, used = time.perf_counter(), shrinking.children_cpu_s()
+    with trained(name, trial, data, seed) as (paths, fork_server):
+        request = CompressRequest(paths, paths.root.parent, show=print)
         made = compress(request, CompressConfig.model_validate(trial.compress), fork_server=fork_server)
-        return {"seed": seed, **numbers(made.report), "wall_s": round(time.perf_counter() - start, 1)}
+    times = {"wall_s": time.perf_counter() - start, "cpu_s": shrinking.children_cpu_s() - used}
+    return {"seed": seed, **numbers(made.report), **{key: round(value, 1) for key, value in times.items()}}
+
+
+@contextlib.contextmanager
+def trained(name: str, trial: Trial, data: dict[str, Any], seed: int) -> Iterator[tuple[RunPaths, ForkServer]]:
+    """The parent of a row: the same weights for the same seed."""
+    with tempfile.TemporaryDirectory(prefix="shoal-compress-") as scratch, make_fork_server(1) as fork_server:
+        result = run_executor.run(job_of(name, trial, data, seed), runs=Path(scratch), fork_server=fork_server)
+        if result.error:
+            raise result.error
+        yield result.paths, fork_server
 
 
 def numbers(found: CompressionReport) -> dict[str, Any]:
@@ -194,7 +226,7 @@ def job_of(name: str, trial: Trial, data: dict[str, Any], seed: int) -> Job:
             "optimizer": trial.optimizer,
             "schedule": {"name": "CosineAnnealingLR", "args": {"T_max": "steps"}},
             "data": data,
-            "batch_size": 128 if trial.data == "mnist" else 32,
+            "batch_size": trial.batch_size,
             "epochs": trial.epochs,
             "workers": trial.workers,
             "evaluate": {"every_epochs": trial.epochs},

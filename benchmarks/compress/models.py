@@ -43,7 +43,7 @@ class WideMlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10)
+            nn.Flatten(), nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.ReLU(), nn.Linear(1024, 10)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,20 +91,20 @@ class Cnn(nn.Module):
 
 
 class GptBlock(nn.Module):
-    """Attention and a dense part, each added to what it reads."""
+    """Attention and a dense part, each added to what it reads. Its heads are as many as its layers are wide for."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        n, t, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        n, t, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(n, t, width))
+        x = x + self.out(y.transpose(1, 2).reshape(n, t, -1))
         found: Tensor = x + self.mlp(self.norm2(x))
         return found
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.checkpoint.export import save_program
 from shoal.compression.onnx_files import OnnxModel, export_onnx, observe_ranges, quantise_onnx
 from shoal.errors import ShoalError
 from shoal.plan.compression import join_ranges
+from shoal.tasks.own_loss import with_plain_inputs
 from tests.compression.networks import Residual, Transformer, dense, randomise_norms
 
 for library in ("onnx", "onnxscript", "onnxruntime"):
@@ -52,3 +54,27 @@ def test_what_cannot_be_written_is_told(tmp_path):
     with pytest.raises(ShoalError, match="cannot load"):
         OnnxModel(tmp_path / "bad.onnx")
     assert not (tmp_path / "model.onnx").exists()
+
+
+class Named(nn.Module):
+    """Two inputs by name, and an answer with a name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x=None, scale=None, labels=None):
+        return {"logits": self.layer(x) * scale}
+
+
+@pytest.mark.long
+def test_inputs_by_name_have_batches_of_any_size(tmp_path):
+    model = Named()
+    plain, inputs = with_plain_inputs(model, ({"x": torch.rand(2, 4), "scale": torch.rand(2, 1), "labels": 1},))
+    export_onnx(plain, inputs, tmp_path / "model.onnx")
+    save_program(plain, inputs, tmp_path / "model.pt2")
+    more = torch.rand(7, 4), torch.rand(7, 1)
+    with torch.no_grad():
+        wanted = model(*more)["logits"]
+        for made in (OnnxModel(tmp_path / "model.onnx"), torch.export.load(tmp_path / "model.pt2").module()):
+            assert (made(*more) - wanted).abs().max() < 1e-5

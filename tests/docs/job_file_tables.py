@@ -61,6 +61,7 @@ HEADINGS = {
     "ObjectiveConfig": "search.metric",
     "ConstraintConfig": "search.constraints",
     "ModelShape": "shape",
+    "DenseStep": "shape.steps: dense",
     "FoldStep": "shape.steps: fold",
     "CutStep": "shape.steps: cut",
     "Kept": "shape.steps: cut: layers",

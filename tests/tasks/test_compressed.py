@@ -15,8 +15,10 @@ from shoal.spec.compression.config import DistilConfig
 from shoal.spec.compression.steps import CutStep, Kept
 from shoal.spec.load import make_job
 from shoal.tasks.compressed import CompressedTask, DistilledTask, output_distance
+from shoal.tasks.own_loss import OwnLossTask
 from shoal.tasks.task import PlainTask
 from tests.conftest import MLP
+from tests.tasks.test_own_loss import Answering
 
 CUT = {"steps": [{"kind": "cut", "layers": {"0": {"out": "0-9"}, "3": {"inputs": "0-9"}}}]}
 
@@ -50,6 +52,22 @@ def test_the_loss_is_mixed_with_the_distance_to_the_teacher():
     assert task.evaluate(model, batch)[0] == F.cross_entropy(mine, batch.target)
     assert not model._forward_hooks
     assert not model[1]._forward_hooks
+
+
+def test_a_model_with_its_own_loss_has_a_teacher():
+    """Both are called by name, and their logits are compared."""
+    model, teacher, batch = Answering(), Answering(), a_batch()
+    nn.init.normal_(teacher.layer.weight)
+    named = Batch(({"x": batch.inputs[0], "labels": batch.target},), batch.target, 8)
+    task = DistilledTask(
+        OwnLossTask(model, lambda example: {}), DistilConfig(teacher="x", weight=0.25), lambda: teacher
+    )
+    answer, wanted = (one(*batch.inputs, batch.target) for one in (model, teacher))
+    total, weight = task.loss(model, named)
+    assert torch.allclose(
+        (total / weight).float(),
+        0.75 * answer["loss"] + 0.25 * output_distance(answer["logits"], wanted["logits"], 2.0),
+    )
 
 
 def test_a_teacher_that_gives_its_own_answers_adds_nothing():

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from shoal.data.batch import Batch
-from shoal.tasks.own_loss import OwnLossTask
+from shoal.errors import ShoalError
+from shoal.tasks.own_loss import NamedOutputs, OwnLossTask, with_plain_inputs
 
 CLASSES, SAMPLES = 3, 8
 
@@ -19,8 +20,10 @@ class Answering(nn.Module):
         torch.manual_seed(1)
         self.layer = nn.Linear(4, CLASSES)
 
-    def forward(self, x, labels):
+    def forward(self, x, labels=None):
         logits = self.layer(x)
+        if labels is None:
+            return {"logits": logits}
         return {"loss": functional.cross_entropy(logits.flatten(0, -2), labels.flatten()), "logits": logits}
 
 
@@ -37,3 +40,38 @@ def test_ignored_labels_weigh_nothing_on_any_number_of_lanes(tokens, lanes):
     total, weight = (sum(float(one[i].detach()) for one in found) for i in (0, 1))
     assert weight == int((labels != -100).sum())
     assert total / weight == pytest.approx(float(model(x, labels)["loss"]), rel=1e-6)
+
+
+def ForCausalLMLoss():
+    """Its name says that a position is compared with the next label."""
+
+
+class Causal(Answering):
+    loss_function = staticmethod(ForCausalLMLoss)
+
+    def forward(self, x, labels=None):
+        found = super().forward(x)
+        if labels is not None:
+            shifted = found["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            found["loss"] = functional.cross_entropy(*shifted)
+        return found
+
+
+@pytest.mark.parametrize(("make", "tokens"), [(Answering, ()), (Answering, (5,)), (Causal, (5,))])
+def test_logits_from_elsewhere_have_the_loss_of_the_users_model(make, tokens):
+    """An ONNX file gives logits alone."""
+    model, generator = make(), torch.Generator().manual_seed(2)
+    labels = torch.randint(0, CLASSES, (SAMPLES, *tokens), generator=generator)
+    labels[2] = -100
+    batch = Batch(({"x": torch.randn(SAMPLES, *tokens, 4, generator=generator), "labels": labels},), labels, SAMPLES)
+    plain, inputs = with_plain_inputs(model, batch.inputs)
+    assert torch.equal(plain(*inputs), model(*inputs)["logits"])
+    task, back = OwnLossTask(model, lambda example: {}), NamedOutputs(plain, model)
+    (loss, weight), logits = task.evaluate(model, batch)
+    (other_loss, other_weight), other_logits = task.evaluate(back, batch)
+    assert torch.allclose(loss, other_loss)
+    assert weight == other_weight
+    assert torch.equal(logits, other_logits)
+    numbers = torch.rand(SAMPLES)
+    with pytest.raises(ShoalError, match="without a loss"):
+        task.loss(back, Batch(({"x": torch.rand(SAMPLES, 4), "labels": numbers},), numbers, SAMPLES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import platform
@@ -172,15 +173,19 @@ def _export_program(target: Path, model: nn.Module, example_inputs: tuple[Any, .
 def save_program(model: nn.Module, example_inputs: tuple[Any, ...], target: Path) -> None:
     """Write the model as torch.export traces it. Raises whatever tracing raises."""
     with _eval_mode(model), torch.no_grad():
-        program = torch.export.export(model, example_inputs, dynamic_shapes=_batch_dims(example_inputs))
+        program = torch.export.export(
+            model, example_inputs, dynamic_shapes=batch_dims(model, example_inputs, torch.export.Dim.AUTO)
+        )
     with atomic_replace(target) as temp:
         torch.export.save(program, temp)
 
 
-def _batch_dims(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Mark the first dimension of each tensor as a batch of any size, unless the model specialises on this size."""
-    auto = torch.export.Dim.AUTO
-    return tuple({0: auto} if isinstance(x, Tensor) and x.dim() else None for x in inputs)
+def batch_dims(model: nn.Module, inputs: tuple[Any, ...], dim: Any) -> tuple[Any, ...]:
+    """Mark the first dimension of each tensor as a batch. `Dim.AUTO` is one of any size, unless the model specialises
+    on this size. To torch, the inputs of a model that takes any number of them are one tuple."""
+    dims = tuple({0: dim} if isinstance(x, Tensor) and x.dim() else None for x in inputs)
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    return (dims,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else dims
 
 
 @contextmanager

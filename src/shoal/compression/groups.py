@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,14 @@ class Groups:
 
     found: tuple[Group, ...]
     refused: Mapping[str, str]
+
+    def without_prefix(self, prefix: str) -> Groups:
+        """The same groups with shorter names of layers."""
+        found = []
+        for group in self.found:
+            members = tuple(replace(one, layer=one.layer.removeprefix(prefix)) for one in group.members)
+            found.append(replace(group, name=group.name.removeprefix(prefix), members=members))
+        return Groups(tuple(found), {name.removeprefix(prefix): why for name, why in self.refused.items()})
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

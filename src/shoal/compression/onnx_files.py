@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.export import batch_dims
 from shoal.checkpoint.files import atomic_replace
 from shoal.compression.optional import load_library
 from shoal.errors import describe_exception, error
@@ -31,7 +32,7 @@ def export_onnx(model: nn.Module, inputs: tuple[Any, ...], target: Path) -> None
     if not inputs or not all(isinstance(value, Tensor) and value.dim() for value in inputs):
         raise error("SH662", "ONNX needs tensors as inputs, with the batch first", where="onnx")
     several = tuple(torch.cat([value, value])[:2] for value in inputs)
-    shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
+    shapes = batch_dims(model, inputs, torch.export.Dim("batch"))
     try:
         with _quiet(), torch.no_grad():
             program = torch.onnx.export(model.eval(), several, dynamo=True, dynamic_shapes=shapes, opset_version=OPSET)

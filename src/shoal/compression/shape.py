@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from shoal.compression.units import cut_units
 from shoal.errors import ShoalError, error
 from shoal.spec.compression.steps import (
     CutStep,
+    DenseStep,
     FoldStep,
     Kept,
     LowRankStep,
@@ -32,7 +34,10 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def apply_steps(model: nn.Module, steps: Iterable[ShapeStep]) -> nn.Module:
     """The model itself, changed in place. SH660 if a step does not fit it: nothing is guessed."""
     for step in steps:
-        if isinstance(step, FoldStep):
+        if isinstance(step, DenseStep):
+            for name in step.layers:
+                _replace(model, name, _dense(_layer(model, name), name=name))
+        elif isinstance(step, FoldStep):
             for layer, norm in step.pairs:
                 _fold(model, layer, norm)
         elif isinstance(step, CutStep):
@@ -67,6 +72,29 @@ def _misfit(name: str, why: str) -> ShoalError:
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, new.train(model.get_submodule(name).training))
+
+
+# ---- transposed layers ----
+
+
+def dense_steps(model: nn.Module) -> list[DenseStep]:
+    """The step that turns transposed layers into dense ones; empty if there are none."""
+    found = [name for name, layer in model.named_modules() if _is_transposed(layer)]
+    return [DenseStep(layers=found)] if found else []
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """A model that has such a layer has imported its class."""
+    return isinstance(layer, getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ()))
+
+
+def _dense(layer: Any, *, name: str) -> nn.Linear:
+    if not _is_transposed(layer):
+        raise _misfit(name, f"a {type(layer).__name__} has no transposed weight")
+    inputs, outputs = layer.weight.shape
+    made = nn.Linear(inputs, outputs, device="meta")
+    made.weight, made.bias = _like(layer.weight, layer.weight.detach().T.contiguous()), layer.bias
+    return made
 
 
 # ---- batch norm ----

@@ -440,7 +440,6 @@ def _shrink(job: Job) -> list[ShoalError]:
         "search": job.search is not None and "`search`",
         "data.split": job.fold_count > 1 and "folds",
         "data": not has_validation(job) and "no validation part",
-        "engine": not job.engine.shares_run_dir and "workers without the run's directory",
         "checkpoint.path": job.checkpoint.path is not None and "`checkpoint.path`",
     }
     return [error("SH668", f"the job has {what}", where=where) for where, what in obstacles.items() if what]

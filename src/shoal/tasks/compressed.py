@@ -15,6 +15,7 @@ from shoal.errors import error
 from shoal.lanes.loss import Loss
 from shoal.spec.compression.config import DistilConfig
 from shoal.spec.compression.steps import ShapeStep
+from shoal.tasks.own_loss import logits_of
 from shoal.tasks.task import Task
 
 
@@ -99,12 +100,13 @@ class DistilledTask(WrappedTask):
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         features = _Features(model, self._config.features)
         taught = _Features(self._teacher, self._config.features.values())
-        outputs: list[Any] = []
-        with features, taught, _noting_output(model, outputs):
+        calls: list[tuple[Any, Any, Any]] = []
+        with features, taught, _noting_calls(model, calls):
             own = self.inner.loss(model, batch)
             with torch.no_grad():
-                wanted = self._teacher(*batch.inputs)
-        distance = output_distance(outputs[-1], wanted, self._config.temperature)
+                args, named, output = calls[-1]
+                wanted = self._teacher(*args, **named)
+        distance = output_distance(logits_of(output), logits_of(wanted), self._config.temperature)
         for mine, other in self._config.features.items():
             distance = distance + self._config.feature_weight * feature_distance(
                 features.found, mine, taught.found, other
@@ -167,14 +169,14 @@ class _Features:
         return hook
 
 
-class _noting_output:  # noqa: N801
-    """Appends what the model returns while it is entered: the user's loss calls it."""
+class _noting_calls:  # noqa: N801
+    """Appends what the model gets, in order and by name, and what it returns: the user's loss calls it."""
 
-    def __init__(self, model: nn.Module, outputs: list[Any]) -> None:
-        self._model, self._outputs = model, outputs
+    def __init__(self, model: nn.Module, calls: list[tuple[Any, Any, Any]]) -> None:
+        self._model, self._calls = model, calls
 
     def __enter__(self) -> None:
-        self._hook = self._model.register_forward_hook(lambda module, args, output: self._outputs.append(output))
+        self._hook = self._model.register_forward_hook(lambda _, *call: self._calls.append(call), with_kwargs=True)
 
     def __exit__(self, *failure: object) -> None:
         self._hook.remove()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.data.batch import IGNORED_LABEL, Batch
@@ -81,12 +82,63 @@ class OwnLossTask(Task):
 
 def named_inputs(batch: Batch) -> Mapping[str, Any]:
     """The batch by the names of the model's arguments. SH800 if it has none."""
-    if len(batch.inputs) == 1 and isinstance(batch.inputs[0], Mapping):
-        return batch.inputs[0]
+    if _have_names(batch.inputs):
+        names: Mapping[str, Any] = batch.inputs[0]
+        return names
     fix = "Let the dataset return dicts such as {'input_ids': ..., 'labels': ...}, or use `kind: huggingface`."
     raise error(
         "SH800", "a model with its own loss is called by name, and the batch has no names", where="loss", fix=fix
     )
+
+
+class NamedInputs(nn.Module):
+    """A model that takes its inputs by name, as one that takes them in order: `names` of the batch, without labels. It
+    returns the logits."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = names
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return logits_of(self.model(**dict(zip(self.names, inputs, strict=True))))
+
+
+class NamedOutputs(nn.Module):
+    """The opposite: a model that takes its inputs in order and returns logits, as one with a loss. `own` is the user's
+    model, whose loss it has where labels are classes. For other labels it has none."""
+
+    def __init__(self, plain: nn.Module, own: nn.Module) -> None:
+        super().__init__()
+        self.plain = plain
+        self.loss_function, self.config = getattr(own, "loss_function", None), getattr(own, "config", None)
+
+    def forward(self, **inputs: Any) -> dict[str, Any]:
+        labels = inputs.pop("labels", inputs.pop("label", None))
+        logits = self.plain(*inputs.values())
+        if not _are_classes(labels, logits):
+            return {"logits": logits}
+        one, other = (logits[..., :-1, :], labels[..., 1:]) if predicts_next(self, labels) else (logits, labels)
+        loss = F.cross_entropy(one.flatten(0, -2), other.flatten(), ignore_index=IGNORED_LABEL)
+        return {"loss": loss, "logits": logits}
+
+
+def _have_names(inputs: tuple[Any, ...]) -> bool:
+    return len(inputs) == 1 and isinstance(inputs[0], Mapping)
+
+
+def with_plain_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Model and inputs as tensors in order."""
+    if not _have_names(inputs):
+        return model, inputs
+    named = {name: value for name, value in inputs[0].items() if name not in ("labels", "label")}
+    return NamedInputs(model, list(named)).eval(), tuple(named.values())
+
+
+def logits_of(output: Any) -> Any:
+    """The logits of a model's answer; the answer itself if it has none."""
+    logits = None if isinstance(output, Tensor) else field_of(output, "logits")
+    return output if logits is None else logits
 
 
 def field_of(output: Any, name: str) -> Any:
@@ -105,17 +157,20 @@ def aligned_logits(model: nn.Module, output: Any, batch: Batch) -> Any:
 def label_weight(model: nn.Module, output: Any, batch: Batch) -> int:
     """By what the model divides its loss: the labels that are not ignored if they are classes, else samples."""
     labels, logits = batch.target, field_of(output, "logits")
-    has_classes = (
+    if not _are_classes(labels, logits):
+        return batch.size
+    counted = labels[..., 1:] if predicts_next(model, labels) else labels
+    return int((counted != IGNORED_LABEL).sum())
+
+
+def _are_classes(labels: Any, logits: Any) -> bool:
+    return (
         isinstance(labels, Tensor)
         and isinstance(logits, Tensor)
         and not labels.is_floating_point()
         and logits.dim() == labels.dim() + 1
         and logits.shape[-1] > 1
     )
-    if not has_classes:
-        return batch.size
-    counted = labels[..., 1:] if predicts_next(model, labels) else labels
-    return int((counted != IGNORED_LABEL).sum())
 
 
 def predicts_next(model: nn.Module, labels: Any) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.checkpoint.example_inputs import make_example
 from shoal.checkpoint.export import load_weights, save_program
@@ -19,7 +19,7 @@ from shoal.errors import describe_exception, error
 from shoal.spec.job import Job
 from shoal.spec.sources.config import HuggingFaceSourceConfig
 from shoal.tasks.model import build_task
-from shoal.tasks.own_loss import field_of
+from shoal.tasks.own_loss import with_plain_inputs
 
 
 def write_model(job: Job, *, weights: str, example: Any, kind: str, out: str) -> dict[str, Any]:
@@ -34,36 +34,12 @@ def write_model(job: Job, *, weights: str, example: Any, kind: str, out: str) ->
     return {"out": out}
 
 
-class NamedInputs(nn.Module):
-    """A model that takes its inputs by name, as one that takes them in order: `names` of the batch, without labels. It
-    returns the logits."""
-
-    def __init__(self, model: nn.Module, names: list[str]) -> None:
-        super().__init__()
-        self.model = model
-        self.names = names
-
-    def forward(self, *inputs: Tensor) -> Any:
-        output = self.model(**dict(zip(self.names, inputs, strict=True)))
-        logits = field_of(output, "logits")
-        return output if logits is None else logits
-
-
-def with_plain_inputs(model: nn.Module, example: Any) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Model and example inputs as tensors in order."""
-    inputs = make_example(example)
-    if len(inputs) != 1 or not isinstance(inputs[0], dict):
-        return model, inputs
-    named = {name: value for name, value in inputs[0].items() if name not in ("labels", "label")}
-    return NamedInputs(model, list(named)).eval(), tuple(named.values())
-
-
 def _write_onnx(model: nn.Module, example: Any, out: Path) -> None:
-    export_onnx(*with_plain_inputs(model, example), out)
+    export_onnx(*with_plain_inputs(model, make_example(example)), out)
 
 
 def _write_program(model: nn.Module, example: Any, out: Path) -> None:
-    plain, inputs = with_plain_inputs(model, example)
+    plain, inputs = with_plain_inputs(model, make_example(example))
     try:
         save_program(plain, inputs, out)
     except Exception as failure:  # torch.export raises whatever tracing raises

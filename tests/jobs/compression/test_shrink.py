@@ -8,6 +8,7 @@ import torch
 from shoal import api
 from shoal.checkpoint.store import CheckpointStore
 from shoal.errors import ErrorGroup, ShoalError
+from shoal.events import load_state
 from shoal.plan.compression import shrink_step
 from shoal.spec.compression.steps import parse_indices
 from shoal.spec.load import load_run_job, make_job
@@ -85,6 +86,21 @@ def test_the_same_bits_on_one_worker_and_on_two_through_kills(run, job_dir, job)
     killed = run(job, workers=2, watchers=[watcher], checkpoint={"every": "5 steps"})
     assert {path.name for path in marks.iterdir()} == {"killed-7", "killed-33"}
     assert killed.receipt.weights_sha256 == alone.receipt.weights_sha256
+
+
+@pytest.mark.long
+def test_workers_on_two_machines_send_fewer_bytes_in_the_second_leg(run, job_dir):
+    machines = {"kind": "local", "apart": True, "machines": 2}
+    spread, alone = run(SHRINKING, workers=2, engine=machines), run(SHRINKING, runs="other")
+    assert spread.status == "finished", spread.error
+    assert spread.receipt.weights_sha256 == alone.receipt.weights_sha256
+    legs = [
+        load_state(paths.events, paths.state_snapshot) for paths in (RunPaths.at(job_dir / "runs/mlp-1"), spread.paths)
+    ]
+    assert [leg.step for leg in legs] == [CUT_AT, 40]
+    per_step = [legs[0].bytes_sent / CUT_AT, legs[1].bytes_sent / (40 - CUT_AT)]
+    shares = legs[1].facts["parameters"] / legs[0].facts["parameters"]
+    assert 0 < per_step[1] / per_step[0] == pytest.approx(shares, rel=0.1)
 
 
 @pytest.mark.long

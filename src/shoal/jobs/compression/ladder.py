@@ -37,7 +37,7 @@ class Ladder:
         self.notes: list[str] = []
         assert workshop.parent is not None
         self.parent = workshop.parent
-        self.base = self.chosen = self.parent
+        self.base = self._start = self.chosen = self.parent
         self._onnx_parent: Candidate | None = None
         self.now = self._add(RungReport(name="parent", artefact=self.parent.artefact, size_ratio=1.0, kept=True))
         self._base_row = self.now
@@ -58,6 +58,8 @@ class Ladder:
                 f"the validation part has {quality.samples} samples: it cannot show a drop of "
                 f"{self.config.max_drop:.2%} or less, so only proven rungs can be kept"
             )
+        for step in self.workshop.first_steps:
+            self.base = self._start = self.workshop.take(self.base, step)
         if set(self.config.rungs) - {"lossless", "unused"}:
             self._attempt("runtime: onnx float32", self._runtime)
         acts: dict[str, Callable[[], object]] = {
@@ -137,7 +139,7 @@ class Ladder:
 
     def _with_norms(self) -> Candidate:
         """What pruning starts from: batch norms are folded after the tuning, because training needs them."""
-        return self.parent if any(isinstance(step, FoldStep) for step in self.base.steps) else self.base
+        return self._start if any(isinstance(step, FoldStep) for step in self.base.steps) else self.base
 
     def _folded(self, made: Candidate) -> Candidate:
         """The candidate with its batch norms folded; as it is if it has none, or cannot be traced."""

@@ -29,6 +29,7 @@ from shoal.spec.compression.answers import (
 from shoal.spec.compression.measured import Artefact, Latency, ModelFile, Quality, ShapedModel
 from shoal.spec.compression.steps import (
     CutStep,
+    DenseStep,
     FoldStep,
     LowRankStep,
     OnnxStep,
@@ -79,6 +80,7 @@ class Workshop:
         self._answers = AnswerLog(folder / "answers.jsonl")
         self._attempts = 0
         self.parent: Candidate | None = None
+        self.first_steps: list[DenseStep] = []
         self.on_answer: Callable[[], object] = lambda: None
 
     def open_parent(self, weights: str) -> Candidate:
@@ -87,6 +89,7 @@ class Workshop:
             "describe", file=ModelFile(path=weights, shape=list(shape)), out=self.new_path("safetensors")
         )
         file = _weights_of(made)
+        self.first_steps = [step for step in made.steps if isinstance(step, DenseStep)]
         self.parent = Candidate("parent", file, file, tuple(shape), (), made.parameters)
         return self.parent
 
@@ -101,7 +104,7 @@ class Workshop:
 
     def take(self, candidate: Candidate, step: Step) -> Candidate:
         """The candidate after a known step."""
-        if isinstance(step, FoldStep | CutStep | LowRankStep):
+        if isinstance(step, DenseStep | FoldStep | CutStep | LowRankStep):
             made = self._shaped("apply", file=candidate.source, steps=_plain([step]), out=self.new_path("safetensors"))
             return self.reshaped(candidate, candidate.name, made)
         if isinstance(step, ZeroStep):

@@ -75,6 +75,14 @@ class Kept(Spec):
         return text
 
 
+class DenseStep(Spec):
+    """Layers that keep their weight transposed (Conv1D of Hugging Face's transformers) become dense layers of torch,
+    which compute the same: all other steps know these."""
+
+    kind: Literal["dense"] = "dense"
+    layers: list[str]
+
+
 class FoldStep(Spec):
     """Batch norms that become part of the layer before them: pairs of names (layer, norm)."""
 
@@ -117,7 +125,9 @@ class ShareStep(Spec):
     layers: dict[str, Annotated[int, Field(ge=2, le=8)]]
 
 
-ShapeStep = Annotated[FoldStep | CutStep | LowRankStep | MaskStep | RoundStep | ShareStep, Field(discriminator="kind")]
+ShapeStep = Annotated[
+    DenseStep | FoldStep | CutStep | LowRankStep | MaskStep | RoundStep | ShareStep, Field(discriminator="kind")
+]
 
 
 class TuneStep(Spec):
@@ -159,7 +169,7 @@ class PackStep(Spec):
 
 
 Step = Annotated[
-    FoldStep | CutStep | LowRankStep | ZeroStep | TuneStep | OnnxStep | PackStep,
+    DenseStep | FoldStep | CutStep | LowRankStep | ZeroStep | TuneStep | OnnxStep | PackStep,
     Field(discriminator="kind"),
 ]
 

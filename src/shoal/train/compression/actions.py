@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import platform
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from torch import nn
 
 from shoal.checkpoint.export import export_model
 from shoal.compression.bounds import Bounds
-from shoal.compression.dependency import find_groups
 from shoal.compression.groups import Groups, tensors_in
 from shoal.compression.importance import (
     activity_of_lane,
@@ -31,7 +31,7 @@ from shoal.compression.lossless import FoundCut, cut_from_box, cut_from_samples,
 from shoal.compression.measure import measure_in_turns
 from shoal.compression.onnx_files import Ranges, export_onnx, observe_ranges, quantise_onnx
 from shoal.compression.packed_file import write_packed
-from shoal.compression.shape import CONVOLUTIONS, apply_steps, count_parameters, plain_state
+from shoal.compression.shape import CONVOLUTIONS, apply_steps, count_parameters, dense_steps, plain_state
 from shoal.data.fitted import Fitted
 from shoal.errors import error
 from shoal.events import EventWriter
@@ -70,8 +70,12 @@ def _shaped(subject: Subject, file: ModelFile, steps: list[Any], out: str, **fac
 
 
 def describe(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
-    """The model as it is, saved once more: its size is compared with that of others."""
-    return _shaped(subject, _file(file), [], out)
+    """The model as it is, saved once more: its size is compared with that of others. `steps` are those that the ladder
+    starts with, and are not taken here."""
+    model = subject.model(_file(file))
+    weights = save_weights(model.state_dict(), Path(out))
+    made = ShapedModel(steps=dense_steps(model), weights=weights, parameters=count_parameters(model))
+    return made.model_dump(mode="json")
 
 
 def apply(subject: Subject, *, file: Any, steps: Any, out: str) -> dict[str, Any]:
@@ -194,7 +198,7 @@ def _joined_scores(subject: Subject, parts: list[Any]) -> torch.Tensor:
 
 def _groups(subject: Subject, model: nn.Module) -> Groups:
     """SH662 if no layer can be cut."""
-    groups = find_groups(model, tuple(next(subject.train_batches(2)).inputs))
+    groups = subject.groups(model, tuple(next(subject.train_batches(2)).inputs))
     if not groups.found:
         why = "; ".join(f"{name}: {text}" for name, text in list(groups.refused.items())[:5])
         raise error("SH662", f"no layer can be cut ({why})", where="prune")
@@ -212,7 +216,8 @@ def prune(subject: Subject, *, file: Any, out: str, remove: float, importance: s
         found = scores_of(_joined_scores(subject, parts), model, groups.found, importance)
     cut = cut_least(groups.found, found, remove=remove)
     with torch.no_grad():  # the user's own code must accept the shape
-        apply_steps(copy.deepcopy(model), [cut])(*next(subject.train_batches(2)).inputs)
+        small, inputs = subject.plain(apply_steps(copy.deepcopy(model), [cut]), next(subject.train_batches(2)).inputs)
+        small(*inputs)
     return _shaped(subject, model_file, [cut], out, refused=dict(groups.refused))
 
 
@@ -263,8 +268,11 @@ def kept_by_layer(subject: Subject, *, file: Any, share: float) -> dict[str, Any
 
 
 def _layer_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A weight that two layers share is left as it is: one of them would not see what the other one's became."""
     kinds = (nn.Linear, *CONVOLUTIONS)
-    return {name: layer.weight.detach() for name, layer in model.named_modules() if isinstance(layer, kinds)}
+    owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
+    found = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, kinds)}
+    return {name: weight.detach() for name, weight in found.items() if owners[id(weight)] == 1}
 
 
 def plain(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
@@ -277,14 +285,15 @@ def plain(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
 def onnx(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
     """Write the model for onnxruntime, with 32-bit floats."""
     model, example = subject.model(_file(file)), next(subject.train_batches(2))
-    export_onnx(model, tuple(example.inputs), Path(out))
+    export_onnx(*subject.plain(model, tuple(example.inputs)), Path(out))
     return _compared(subject, model, Path(out), file)
 
 
 def ranges(subject: Subject, *, path: str, samples: int, lanes: list[int]) -> dict[str, Any]:
     """A worker's part of the calibration: the ranges of a file's activations on the batches of its lanes."""
     batches = [b for step in subject.lane_batches(samples, lanes) for b in step.values() if b]
-    return {"ranges": observe_ranges(Path(path), [tuple(b.inputs) for b in batches]) if batches else {}}
+    values = [subject.plain(nn.Identity(), tuple(b.inputs))[1] for b in batches]
+    return {"ranges": observe_ranges(Path(path), values) if batches else {}}
 
 
 def int8(subject: Subject, *, file: Any, path: str, out: str, ranges: Any) -> dict[str, Any]:
@@ -301,8 +310,9 @@ def _compared(subject: Subject, model: nn.Module, target: Path, file: Any) -> di
     batch = next(subject.train_batches(64))
     back = subject.model(_file(file).model_copy(update={"path": str(target)}))
     with torch.no_grad():
-        pairs = zip(tensors_in(model(*batch.inputs)), tensors_in(back(*batch.inputs)), strict=True)
-        difference = max(float((one - other).abs().max()) for one, other in pairs)
+        (one, inputs), (other, _) = (subject.plain(made, batch.inputs) for made in (model, back))
+        pairs = zip(tensors_in(one(*inputs)), tensors_in(other(*inputs)), strict=True)
+        difference = max(float((a - b).abs().max()) for a, b in pairs)
     return artefact_of(target).model_copy(update={"difference": difference}).model_dump(mode="json")
 
 
@@ -352,12 +362,13 @@ def quality(subject: Subject, *, parent: Any, models: dict[str, Any], part: str,
 def latency(subject: Subject, *, models: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
     """CPU time per call in turns, with one thread, as ratios to the first model."""
     torch.set_num_threads(1)
-    built = {name: subject.model(_file(one)) for name, one in models.items()}
+    example = next(subject.train_batches(1)).inputs
+    built = {name: subject.plain(subject.model(_file(one)), example)[0] for name, one in models.items()}
     batches = {}
     for size in sizes:
         batch = next(subject.train_batches(size, size))
         if batch.size == size:
-            batches[size] = batch.inputs
+            batches[size] = subject.plain(nn.Identity(), batch.inputs)[1]
     return {"found": [one.model_dump(mode="json") for one in measure_in_turns(built, batches)]}
 
 

@@ -91,6 +91,7 @@ class _Scorer:
     def __init__(self, task: Task, metric: str) -> None:
         self._task, self._metric = task, metric
         self._scores: list[float] = []
+        self._labels: list[float] = []
         self._one: MetricAccumulator | None = None
         self._all: MetricAccumulator | None = None
         self._flat = False
@@ -108,6 +109,10 @@ class _Scorer:
     def finish(self) -> list[float]:
         assert self._all is not None
         whole = merge_lanes([self._all]).get(self._metric, math.nan)
+        if self._metric == "loss":  # samples of more labels count more, so that the mean is that of the part
+            typical = fmean(self._labels) or 1.0
+            pairs = zip(self._scores, self._labels, strict=True)
+            self._scores = [score * (labels / typical) if labels else 0.0 for score, labels in pairs]
         mean = fmean(self._scores)
         if not abs(mean - whole) <= TOLERANCE * max(1.0, abs(whole)):
             message = f"'{self._metric}' is {whole:.4g}, and its mean over samples is {mean:.4g}"
@@ -126,8 +131,9 @@ class _Scorer:
     def _singles(self, model: nn.Module, batch: Batch) -> Iterator[tuple[Batch, nn.Module]]:
         """Each sample with a module that gives its output: kept from the run of the whole batch if that is possible."""
         output = None
-        with contextlib.suppress(TypeError, ShoalError):  # the user's task may call the model in another way
-            output = model(*batch.inputs)
+        if not any(isinstance(value, dict) for value in batch.inputs):
+            with contextlib.suppress(TypeError, ShoalError):  # the user's task may call the model in another way
+                output = model(*batch.inputs)
         kept = isinstance(output, Tensor) and output.dim() > 0 and len(output) == batch.size
         for index, sample in enumerate(batch.chunk(batch.size)):
             yield sample, _Kept(output[index : index + 1]) if kept and output is not None else model
@@ -150,6 +156,7 @@ class _Scorer:
         if score is None:
             raise error("SH409", f"the job computes no '{self._metric}'", where="best.metric")
         self._scores.append(score)
+        self._labels.append(float(self._one.count))
 
 
 def _is_flat(target: Any) -> bool:

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.compression.dependency import find_groups
 from shoal.compression.importance import by_magnitude, cut_least
-from shoal.compression.shape import apply_steps, count_parameters
+from shoal.compression.shape import apply_steps, count_parameters, dense_steps
 from shoal.errors import error
 from shoal.events import EventWriter
 from shoal.lanes.replica import Replica
-from shoal.spec.compression.steps import CutStep, ModelShape
+from shoal.spec.compression.steps import ModelShape, ShapeStep
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.train.build import BuiltJob, build, open_store
+from shoal.train.compression.subject import Subject
 from shoal.train.run_output import DirectoryOutput
 
 
@@ -35,16 +35,16 @@ def answer(job: Job, stream: EventWriter, *, first: str, second: str) -> dict[st
     manifest, state = found
     replica = built.replica
     replica.load_state(state)
-    cut, refused = _choose(replica.model, built, remove=1 - job.shrink.keep)
-    second_job = job.model_copy(update={"shape": ModelShape(steps=[cut]), "shrink": None})
+    steps, refused = _choose(replica.model, built, Subject(job), remove=1 - job.shrink.keep)
+    second_job = job.model_copy(update={"shape": ModelShape(steps=steps), "shrink": None})
     small = _build(second_job, stream).replica
-    small.load_state(cut_state(replica, state, [cut]))
+    small.load_state(cut_state(replica, state, steps))
     with _Store(second_job, second, stream) as store:
         store.save(manifest.step, {**small.state(), "loop": state["loop"]}, metric=manifest.metric)
         store.wait()
     return {
         "cut_at": manifest.step,
-        "shape": [cut.model_dump(mode="json")],
+        "shape": [step.model_dump(mode="json") for step in steps],
         "parameters": [count_parameters(replica.model), count_parameters(small.model)],
         "refused": dict(refused),
     }
@@ -73,19 +73,22 @@ class _Store:
         self._store.close()
 
 
-def _choose(model: nn.Module, built: BuiltJob, *, remove: float) -> tuple[CutStep, Mapping[str, str]]:
-    """The channels with the smallest weights: a pure function of the weights. SH669 if no layer can be cut."""
-    was_training = model.training
-    inputs = tuple(value[:2] if isinstance(value, Tensor) else value for value in built.example.inputs)
-    groups = find_groups(model, inputs)
-    model.train(was_training)
+def _choose(
+    model: nn.Module, built: BuiltJob, subject: Subject, *, remove: float
+) -> tuple[list[ShapeStep], Mapping[str, str]]:
+    """The step that removes the channels with the smallest weights, a pure function of the weights, after what it
+    needs. SH669 if no layer can be cut."""
+    steps: list[ShapeStep] = [*dense_steps(model)]
+    model = apply_steps(copy.deepcopy(model), steps)
+    groups = subject.groups(model, built.example.map_tensors(lambda value: value[:2] if value.dim() else value).inputs)
     if not groups.found:
         why = "; ".join(f"{name}: {text}" for name, text in list(groups.refused.items())[:5])
         raise error("SH669", f"no layer can be cut ({why})", where="shrink")
-    return cut_least(groups.found, by_magnitude(model, groups.found), remove=remove), groups.refused
+    steps.append(cut_least(groups.found, by_magnitude(model, groups.found), remove=remove))
+    return steps, groups.refused
 
 
-def cut_state(replica: Replica, state: Mapping[str, Any], steps: Sequence[CutStep]) -> dict[str, Any]:
+def cut_state(replica: Replica, state: Mapping[str, Any], steps: Sequence[ShapeStep]) -> dict[str, Any]:
     """The state of a replica whose model was cut by these steps: what the optimizer keeps about a weight is cut like
     the weight. SH669 if it keeps something whose parts do not belong to single weights."""
     cut = _Cutter(replica.model, steps)
@@ -117,7 +120,7 @@ def _belongs_to_weights(value: Any, cut: _Cutter, name: str, key: str) -> bool:
 class _Cutter:
     """Cuts any values that have the shapes of the model's parameters."""
 
-    def __init__(self, model: nn.Module, steps: Sequence[CutStep]) -> None:
+    def __init__(self, model: nn.Module, steps: Sequence[ShapeStep]) -> None:
         self._model, self._steps = model, steps
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
 

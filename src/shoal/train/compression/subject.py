@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from shoal.checkpoint.blobs import encode_blob
 from shoal.checkpoint.export import load_weights
 from shoal.checkpoint.files import atomic_replace
+from shoal.compression.dependency import find_groups
+from shoal.compression.groups import Groups
 from shoal.compression.onnx_files import OnnxModel
 from shoal.compression.packed_file import read_packed
 from shoal.data.batch import Batch
@@ -24,8 +26,10 @@ from shoal.errors import error
 from shoal.spec.compression.measured import Artefact, ModelFile
 from shoal.spec.compression.steps import ModelShape
 from shoal.spec.job import Job
+from shoal.spec.names import MODEL_LOSS
 from shoal.spec.run_paths import cache_directory
 from shoal.tasks.model import build_task
+from shoal.tasks.own_loss import NamedOutputs, with_plain_inputs
 from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
 
@@ -60,7 +64,8 @@ class Subject:
         """The model of a file, loaded back from disk, in evaluation mode."""
         path = Path(file.path)
         if path.suffix == ".onnx":
-            return OnnxModel(path).eval()
+            made = OnnxModel(path)
+            return (NamedOutputs(made, self.task().model()) if self.has_names else made).eval()
         weights = read_packed(path) if path.suffix == ".packed" else load_weights(path)
         with wrap_user_errors("SH204", "making the model"):
             model = self.task(file.shape).to(torch.device("cpu"))
@@ -69,6 +74,21 @@ class Subject:
         except RuntimeError as failure:
             raise error("SH406", str(failure).splitlines()[-1].strip(), where=file.path) from failure
         return model.eval()
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the model computes its loss itself, and takes its inputs by name."""
+        return self.job.loss is not None and self.job.loss.name == MODEL_LOSS
+
+    def plain(self, model: nn.Module, inputs: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+        """Model and inputs in order, and logits as output."""
+        return with_plain_inputs(model, inputs) if self.has_names else (model, inputs)
+
+    def groups(self, model: nn.Module, inputs: tuple[Any, ...]) -> Groups:
+        """What can be removed from the model, under the names of its layers."""
+        plain, values = self.plain(model, inputs)
+        found = find_groups(plain, values)
+        return found if plain is model else found.without_prefix("model.")
 
     def part(self, name: str) -> DatasetSplit:
         parts = {"train": self.data.train, **self.data.held_out}

@@ -1,0 +1,210 @@
+"""What the ladder decides, from sizes, drops and times that a workshop reports. Real workshops: test_ladder_long.py."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.errors import ShoalError, error
+from shoal.jobs.compression.ladder import Ladder
+from shoal.jobs.compression.workshop import Candidate
+from shoal.spec.compression.config import CompressConfig
+from shoal.spec.compression.measured import Artefact, Latency, Quality, Ratio, ShapedModel
+from shoal.spec.compression.steps import CutStep, Kept, OnnxStep, PackStep, ZeroStep
+
+SPREAD = 0.02
+SMALLEST = 0.0003
+
+
+def artefact(ending, size):
+    return Artefact(path=f"model.{ending}", size_bytes=int(size), sha256="0" * 64)
+
+
+class Scripted:
+    """A workshop whose models have a thousand parameters. `drop` and `ratio` are functions of a candidate."""
+
+    def __init__(self, drop=lambda made: 0.0, ratio=lambda made: 0.5, smallest=SMALLEST):
+        self.job, self.first_steps = SimpleNamespace(shape=None), []
+        whole = artefact("safetensors", 4000)
+        self.parent = Candidate("parent", whole, whole, parameters=1000)
+        self.drop, self.ratio, self.smallest, self.tuned = drop, ratio, smallest, []
+
+    def take(self, made, step):
+        if isinstance(step, OnnxStep):
+            file = artefact("onnx", made.parameters * step.bits / 8 + 10)
+        elif isinstance(step, PackStep):
+            file = artefact("packed", made.parameters * step.bits / 8)
+        else:
+            file = made.artefact
+        return replace(made, artefact=file, steps=(*made.steps, step))
+
+    def prune(self, made, name, *, remove, importance):
+        left = round(made.parameters * (1 - remove))
+        step = CutStep(layers={"0": Kept(out=f"0-{left - 1}")})
+        file = artefact("safetensors", 4 * left)
+        return Candidate(name, file, file, (step,), (*made.steps, step), left), ShapedModel()
+
+    def propose(self, made, action, name, **how):
+        return made, ShapedModel(refused={"0": "it is needed"})
+
+    def tune(self, made, step):
+        self.tuned.append((made.name, step))
+        return replace(made, steps=(*made.steps, step))
+
+    def judge(self, made):
+        return self.judge_all([made])[0]
+
+    def judge_all(self, several):
+        facts = {"part": "validation", "metric": "accuracy", "samples": 10_000, "parent": 0.9, "changed": 0}
+        drops = [0.0 if one is self.parent else self.drop(one) for one in several]
+        bounds = {"smallest_bound": self.smallest}
+        return [Quality(**facts, value=0.9 - d, drop=d, drop_bound=d + self.smallest, **bounds) for d in drops]
+
+    def time(self, models):
+        ratios = {"base": 1.0, "eager": 1.0, "made": self.ratio(models["made"])}
+        made = {name: Ratio(median=r, low=r - SPREAD / 2, high=r + SPREAD / 2) for name, r in ratios.items()}
+        return [Latency(name=n, seconds={1: r.median}, ratios={1: r, 64: r}) for n, r in made.items()]
+
+    def layers(self, made):
+        return {"0": made.parameters}
+
+    def kept_by_layer(self, made, share):
+        return {"0": share}
+
+
+def climb(workshop, **config):
+    ladder = Ladder(workshop, CompressConfig.model_validate(config), show=lambda text: None)
+    ladder.climb()
+    return ladder, {row.name: row for row in ladder.rungs}
+
+
+def removed(made):
+    return 1 - made.parameters / 1000
+
+
+def has(made, kind, **fields):
+    return any(s.kind == kind and all(getattr(s, k) == v for k, v in fields.items()) for s in made.steps)
+
+
+def test_too_many_channels_take_it_one_step_back():
+    ladder, rows = climb(Scripted(lambda made: 0.1 * (removed(made) > 0.4)), steps=["prune"], max_drop=0.01)
+    assert [name for name in rows if name.endswith(", tuned")] == [f"prune {n}%, tuned" for n in (25, 50, 38)]
+    assert rows["prune 38%, tuned"].kept
+    assert ladder.chosen.parameters == 625
+    assert "the drop may be 10.03%, more than 1.00%" in rows["prune 50%, tuned"].why
+
+
+@pytest.mark.parametrize("best", ["tuned", "with teacher", "from scratch"])
+def test_the_best_training_of_a_shape_goes_on(best):
+    def drop(made):
+        last = made.steps[-1]
+        if last.kind != "tune":
+            return 0.0
+        way = "from scratch" if last.scratch else "with teacher" if last.teacher else "tuned"
+        return 0.0 if way == best else 0.001
+
+    _, rows = climb(Scripted(drop), steps=["prune"], max_drop=0.01, target={"size": 0.8})
+    assert [name for name, row in rows.items() if row.kept] == ["parent", f"prune 25%, {best}"]
+    others = {"tuned", "with teacher", "from scratch"} - {best}
+    assert {rows[f"prune 25%, {way}"].why for way in others} == {f"{best} is better"}
+    budgets = {step.epochs for _, step in [*_tunings(rows)]}
+    assert budgets == {2}
+
+
+def _tunings(rows):
+    return [(name, step) for name, row in rows.items() for step in row.steps if step.kind == "tune"]
+
+
+def test_eight_bits_that_cost_too_much_are_trained_through_the_rounding():
+    def drop(made):
+        return 0.1 if has(made, "onnx", bits=8) and not has(made, "tune") else 0.0
+
+    workshop = Scripted(drop)
+    _, rows = climb(workshop, steps=["int8"], max_drop=0.01)
+    assert not rows["int8"].kept
+    assert rows["int8 with training"].kept
+    assert [step.hold.layers for _, step in workshop.tuned] == [{"0": 8}]
+
+
+def test_eight_bits_that_are_good_are_not_trained():
+    workshop = Scripted()
+    climb(workshop, steps=["int8"], max_drop=0.01)
+    assert workshop.tuned == []
+
+
+def test_nothing_helps():
+    ladder, rows = climb(Scripted(lambda made: 0.5), max_drop=0.01)
+    assert ladder.chosen is ladder.parent
+    assert [name for name, row in rows.items() if row.kept] == ["parent"]
+    assert all(row.why for name, row in rows.items() if name != "parent")
+    assert rows["lossless"].refused == {"0": "it is needed"}
+    assert rows["runtime: onnx float32"].why.startswith("reported apart")
+
+
+def test_the_runtime_is_never_chosen_though_it_is_faster():
+    ladder, rows = climb(Scripted(ratio=lambda made: 0.1 if has(made, "onnx") else 1.0), steps=["lossless", "low_rank"])
+    assert not rows["runtime: onnx float32"].kept
+    assert ladder.chosen is ladder.parent
+
+
+def test_a_met_target_ends_it():
+    workshop = Scripted()
+    ladder, rows = climb(workshop, target={"size": 0.3})
+    assert (ladder.now.name, ladder.done, workshop.tuned) == ("int8", True, [])
+    assert not any(name.startswith("prune") for name in rows)
+
+
+def test_the_bound_decides_and_not_the_mean():
+    ladder, rows = climb(Scripted(lambda made: 0.0, smallest=0.002), steps=["int8"], max_drop=0.001)
+    assert rows["int8"].quality.drop == 0
+    assert not rows["int8"].kept
+    assert "10000 samples cannot show a drop of 0.10% or less" in rows["int8"].why
+    assert any("it cannot show a drop" in note for note in ladder.notes)
+
+
+def test_packed_files_are_left_out_if_a_latency_is_asked_for():
+    _, rows = climb(Scripted(), steps=["low_bits", "pack"], target={"latency": 0.1})
+    assert rows["low_bits"].why == rows["pack"].why == "it makes nothing faster, and a latency is asked for"
+
+
+def test_a_latency_that_is_lost_in_the_spread_is_no_gain():
+    same = Scripted(ratio=lambda made: 0.99)
+    same.take = lambda made, step: replace(made, artefact=artefact("onnx", 4000), steps=(*made.steps, step))
+    _, rows = climb(same, steps=["int8"])
+    assert (rows["int8"].kept, rows["int8"].why) == (False, "neither smaller nor faster")
+
+
+def test_fewer_bits_until_the_drop_is_too_large():
+    def drop(made):
+        return 0.1 if has(made, "pack", bits=2) else 0.0
+
+    ladder, rows = climb(Scripted(drop), steps=["low_bits"], max_drop=0.01)
+    assert [rows[f"{bits} bits"].kept for bits in (4, 3, 2)] == [True, True, False]
+    assert ladder.now.name == "3 bits"
+
+
+def test_too_few_weights_take_it_back_to_the_middle():
+    def drop(made):
+        kept = [step.keep["0"] for step in made.steps if isinstance(step, ZeroStep)]
+        return 0.1 if kept and kept[-1] < 0.1 else 0.0
+
+    _, rows = climb(Scripted(drop), steps=["pack"], max_drop=0.01)
+    assert "more weights are kept" in rows["8.0% of the weights"].why
+    assert rows["11.0% of the weights + 4 bits, packed"].kept  # the middle of 15 and 8 %
+
+
+@pytest.mark.parametrize(("code", "goes_on"), [("SH662", True), ("SH401", False)])
+def test_what_a_model_does_not_allow_is_told_and_what_ends_everything_ends_it(code, goes_on):
+    workshop = Scripted()
+
+    def refuse(*_, **__):
+        raise error(code, "no such operator")
+
+    workshop.take = refuse
+    if goes_on:
+        _, rows = climb(workshop, steps=["int8", "prune"])
+        assert rows["int8"].why == f"{code}: no such operator"
+        assert any(name.startswith("prune 25%") for name in rows)
+    else:
+        with pytest.raises(ShoalError, match="no such operator"):
+            climb(workshop, steps=["int8", "prune"])
