@@ -10,6 +10,7 @@ import pytest
 
 from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.spec.receipt import read_receipt_file
+from tests.web.flood import Flood
 from tests.web.live_run import serving, state_of, training, wait_until
 from tests.web.test_serve import ask, web_process
 
@@ -82,3 +83,32 @@ def test_a_server_that_is_killed_or_frozen_is_not_noticed(tmp_path, undisturbed)
             process.kill()
         assert finished_weights(paths) == undisturbed
         assert state_of(paths).deaths == 0
+
+
+def test_a_flood_of_the_server_is_not_noticed(tmp_path, undisturbed):
+    """It begins after the first steps, and goes on until the run has finished."""
+    with training(tmp_path / "job", tmp_path / "runs", epochs=EPOCHS, workers="2") as paths:
+        wait_until(lambda: len(state_of(paths).training_workers) == 2)
+        view = state_of(paths).view_number
+        file = TokenFile(tmp_path / "runs")
+        tokens = [file.create(role, role=role, runs=[], expires_t=None) for role in ("read", "operate")]
+        with web_process(tmp_path / "runs") as (process, link):
+            url = link.partition("/#")[0]
+            with Flood(url, tokens) as flood:
+                wait_until(lambda: flood.counted.keys() >= {b"200", b"403", b"413", b"429"})
+                begun = state_of(paths)
+                assert (begun.status, begun.step < begun.steps_total / 2) == ("training", True)
+                assert finished_weights(paths) == undisturbed
+                assert process.poll() is None
+            assert not flood.counted.keys() & {b"500", b"502"}, flood.counted
+            wait_until(lambda: is_served(url, tokens[0]))
+        state = state_of(paths)
+        assert (state.deaths, state.view_number, state.status) == (0, view, "finished")
+
+
+def is_served(url, token):
+    """Afterwards it serves as before."""
+    try:
+        return ask(f"{url}/api/v1/runs/digits-1", token).status == 200
+    except OSError:
+        return False

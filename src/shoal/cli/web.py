@@ -42,6 +42,7 @@ def web(
     print(f"  {server.link()}", flush=True)
     output.print_lines("Ctrl-C ends the page; runs go on.")
     server.run()
+    output.end_at_once()  # questions that are still computed, and operations that wait for a run, hold up nobody
 
 
 def tokens(
