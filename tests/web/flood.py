@@ -14,7 +14,8 @@ QUESTIONS = (
     f"{RUN}/events?limit=1000", f"{RUN}/search?find=a", "/api/v1/compare?runs=digits-1,digits-1",
 )  # fmt: skip
 SENDERS = 8
-SILENT = 2 * MAX_CONNECTIONS
+SILENT = (MAX_CONNECTIONS // 2, 2 * MAX_CONNECTIONS)
+"""By turns: beside the others, and so many that nobody else is served."""
 
 
 def request(method, path, *, host, token, body=b""):
@@ -71,9 +72,11 @@ class Flood:
     def _hold_silent(self):
         """Streams that nobody reads, then connections that say nothing, all of them anew again and again."""
         stream = "/api/v1/stream?runs=digits-1&after=0"
-        while not self._ended.is_set():
+        for count in itertools.cycle(SILENT):
+            if self._ended.is_set():
+                return
             with contextlib.ExitStack() as opened:
-                for n in range(SILENT):
+                for n in range(count):
                     with contextlib.suppress(OSError):
                         connection = opened.enter_context(self._connect())
                         if n < SENDERS:

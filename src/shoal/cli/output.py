@@ -24,6 +24,12 @@ def print_lines(*lines: str) -> None:
     reports.print_lines(console(), *lines)
 
 
+def print_plain(*lines: str) -> None:
+    """Without rich, which takes time to load and memory to keep: for a server."""
+    sys.stdout.buffer.write(b"".join(os.fsencode(line) + b"\n" for line in lines))
+    sys.stdout.flush()
+
+
 def print_json(value: Any) -> None:
     from shoal.terminal.console import json_line
 
