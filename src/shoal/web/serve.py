@@ -91,8 +91,8 @@ def tls_context(directory: Path) -> ssl.SSLContext:
 
 
 class _Connection(H11Protocol):
-    """Is closed if it does not send a request: silent ones would keep others out, of which there are `MAX_CONNECTIONS`.
-    (uvicorn bounds only the time between two requests.)"""
+    """Is closed if its request does not come: `MAX_CONNECTIONS` silent ones would keep everybody else out. (uvicorn
+    bounds only the time from an answer to the first byte of the next request.)"""
 
     _patience: asyncio.TimerHandle | None = None
 
