@@ -65,8 +65,7 @@ export function Runs({ query }) {
         ${name ? sorter(name, title) : metrics.length ? html`<span class="sorters">${metrics.map((one) => sorter(one, one))}</span>` : title}</th>`)}</tr></thead>
       <tbody>${rows.map((row, n) => html`<tr key=${row.run} class=${n === at ? "at" : ""}>
         <td><input type="checkbox" aria-label=${`select ${row.run}`} checked=${chosen.includes(row.run)} onChange=${() => toggle(row.run)} /></td>
-        <td><a href=${link(pageOf(row), row.run)}>${row.run}</a> ${row.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
-          <div class="narrow">${metricsText(row.metrics, 2)}</div>
+        <td data-metrics=${metricsText(row.metrics, 2)}><a href=${link(pageOf(row), row.run)}>${row.run}</a> ${row.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
           ${row.damage && html`<span class="warn" title=${row.damage}>damaged rows</span>`}</td>
         <td><${Status} status=${row.status} /></td>
         <td class="n">${row.steps ? `${row.step}/${row.steps}` : row.step || "–"}</td>
