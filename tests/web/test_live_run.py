@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import signal
+import time
 from collections import Counter
 
 import pytest
@@ -21,6 +22,7 @@ EPOCHS = 60
 def act(url, token, path, body):
     found = json.loads(ask(f"{url}/api/v1/{path}", token, body).read())
     while found["state"] == "running":
+        time.sleep(0.1)  # 50 questions per second are allowed
         found = json.loads(ask(f"{url}/api/v1/operations/{found['operation']}", token).read())
     assert found["state"] == "done", found
     return found["result"]
