@@ -218,6 +218,7 @@ CATALOGUE: dict[str, Entry] = {
     "SH680": Entry("MLflow does not take the run", "Check the address, and that the server runs."),
     "SH681": Entry("the archive cannot be made or read", "Check the URL and your rights; nothing here has changed."),
     "SH682": Entry("the run cannot be compacted or expanded", "Wait until it has finished; nothing of it is lost."),
+    "SH683": Entry("the web page does not answer this", "Check the address, the token and its role."),
     "SH690": Entry("no manifest can be made of this", "See docs/kubernetes.md."),
     # 7xx: shoal.server, servers for programs of any kind
     "SH701": Entry("servers cannot be started with this", "Change the argument of shoal.server.start that is shown."),

@@ -178,7 +178,7 @@ def test_du_of_a_verb(runs, capsys, monkeypatch):
 
 def test_a_plan_is_applied_by_its_hash(runs, capsys, monkeypatch):
     tags.change_tags(runs, "mlp-1", add=["keep"])
-    code, out, _ = call_verb(capsys, monkeypatch, "gc", "--keep", "1", "--runs", runs, "--json")
+    code, out, _ = call_verb(capsys, monkeypatch, "gc", "--plan", "--keep", "1", "--runs", runs, "--json")
     plan = json.loads(out)
     assert code == 0
     assert [item["run"] for item in plan["items"]] == ["mlp-2"]  # mlp-1 has a tag, mlp-3 is the newest

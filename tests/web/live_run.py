@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from shoal.events import load_state
+from shoal.events import RunState, load_state
 from shoal.spec.run_paths import RunPaths
 from shoal.web.serve import WebServer
 
@@ -21,7 +23,7 @@ PATIENCE_S = 180
 
 
 @contextlib.contextmanager
-def serving(runs):
+def serving(runs: Path) -> Iterator[WebServer]:
     """The server in a thread of this process, on a real port."""
     server = WebServer(runs, listen="127.0.0.1:0", say=lambda line: None)
     thread = threading.Thread(target=server.run_in_thread)
@@ -34,10 +36,12 @@ def serving(runs):
 
 
 @contextlib.contextmanager
-def training(directory, runs, *, epochs=2000, workers="1..3", lanes=4):
+def training(
+    directory: Path, runs: Path, *, epochs: int = 2000, workers: str = "1..3", lanes: int = 4
+) -> Iterator[RunPaths]:
     """`shoal run` of the demo in a process of its own; it is ended at the end."""
     shutil.copytree(EXAMPLE, directory)
-    job = yaml.safe_load((directory / "job.yaml").read_text()) | {"epochs": epochs, "lanes": lanes}
+    job = dict(yaml.safe_load((directory / "job.yaml").read_text())) | {"epochs": epochs, "lanes": lanes}
     (directory / "job.yaml").write_text(yaml.safe_dump(job))
     words = [sys.executable, "-m", "shoal", "run", "job.yaml", "--runs", str(runs), "--workers", workers, "--quiet"]
     driver = subprocess.Popen(
@@ -57,11 +61,11 @@ def training(directory, runs, *, epochs=2000, workers="1..3", lanes=4):
             driver.wait(PATIENCE_S)
 
 
-def state_of(paths):
+def state_of(paths: RunPaths) -> RunState:
     return load_state(paths.events, paths.state_snapshot)
 
 
-def wait_until(holds):
+def wait_until(holds: Callable[[], Any]) -> None:
     until = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < until, "it did not happen"

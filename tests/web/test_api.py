@@ -61,6 +61,14 @@ def test_rows_without_a_value_come_last():
     assert [row["run"] for row in select_rows(rows, where="", sort="-x")] == ["d", "a", "b", "c"]
 
 
+@pytest.mark.parametrize("sort", ["x", "-x"])
+def test_rows_with_the_same_value_have_one_order(sort):
+    """However they were read: else a row may be on two pages of the list, or on none."""
+    rows = [{"run": name, "metrics": {"x": 1.0} if name < "e" else {}} for name in "abcdefgh"]
+    for given in (rows, rows[::-1], rows[3:] + rows[:3]):
+        assert "".join(row["run"] for row in select_rows(given, where="", sort=sort)) == "abcdefgh"
+
+
 def test_the_state_of_a_run(served):
     page = get(served.client("read"), "runs/mlp-1")
     assert (page["status"], page["step"], page["steps"]) == ("finished", 60, 60)

@@ -75,8 +75,15 @@ def test_the_list_is_sorted_grouped_selected_and_extended(browser, past):
     page.reload()  # the address keeps the order
     page.locator("th[aria-sort=descending]").wait_for()
     page.wait_for_function("() => document.querySelectorAll('table.runs tbody tr').length === 100")
-    page.get_by_role("button", name="More").click()
-    page.wait_for_function("() => document.querySelectorAll('table.runs tbody tr').length > 100")
+    page.get_by_role("button", name="Next").click()
+    page.wait_for_function("() => document.querySelectorAll('table.runs tbody tr').length === 22")
+    page.get_by_text("101 to 122").wait_for()
+    assert page.get_by_role("button", name="Next").is_disabled()
+    page.get_by_role("button", name="accuracy").click()  # by a metric, from the first page again
+    page.locator("th[aria-sort=ascending]", has_text="accuracy ↑").wait_for()
+    page.wait_for_function("() => document.querySelectorAll('table.runs tbody tr').length === 100")
+    page.get_by_role("button", name="run", exact=True).click()
+    page.locator("th[aria-sort=ascending]", has_text="run ↑").wait_for()
     page.get_by_label("select mlp-2", exact=True).check()
     page.get_by_label("select mlp-3", exact=True).check()
     page.get_by_role("link", name="Compare 2").click()

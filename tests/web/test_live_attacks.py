@@ -124,6 +124,26 @@ def is_answered(server):
         return False
 
 
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /healthz HTTP/1.1\r\n", b"GET /healthz HTTP/1.1\r\nHost: {host}\r\n\r\nGET"]
+)
+def test_a_request_that_does_not_come_is_not_waited_for(server, monkeypatch, sent):
+    """The third is the second request of a connection."""
+    monkeypatch.setattr("shoal.web.serve.REQUEST_TIMEOUT_S", 0.2)
+    with socket.create_connection(address_of(server), timeout=PATIENCE_S) as connection:
+        connection.sendall(sent.replace(b"{host}", server.url[7:].encode()))
+        while connection.recv(65536):
+            pass
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr("shoal.web.table.BODY_TIMEOUT_S", 0.2)
+    with socket.create_connection(address_of(server), timeout=PATIENCE_S) as connection:
+        head = f"POST /api/v1/session HTTP/1.1\r\nHost: {server.url[7:]}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408")
+
+
 # 22, 23: two lengths, two hosts
 @pytest.mark.parametrize("more", [b"Host: evil.example\r\n", b"Content-Length: 3\r\nContent-Length: 7\r\n"])
 def test_a_header_that_is_there_twice_is_refused(server, more):

@@ -4,12 +4,14 @@ import gzip
 import json
 import os
 import signal
+import time
 from collections import Counter
 
 import pytest
 
 from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.spec.receipt import read_receipt_file
+from tests.web.flood import Flood
 from tests.web.live_run import serving, state_of, training, wait_until
 from tests.web.test_serve import ask, web_process
 
@@ -20,6 +22,7 @@ EPOCHS = 60
 def act(url, token, path, body):
     found = json.loads(ask(f"{url}/api/v1/{path}", token, body).read())
     while found["state"] == "running":
+        time.sleep(0.1)  # 50 questions per second are allowed
         found = json.loads(ask(f"{url}/api/v1/operations/{found['operation']}", token).read())
     assert found["state"] == "done", found
     return found["result"]
@@ -82,3 +85,30 @@ def test_a_server_that_is_killed_or_frozen_is_not_noticed(tmp_path, undisturbed)
             process.kill()
         assert finished_weights(paths) == undisturbed
         assert state_of(paths).deaths == 0
+
+
+def test_a_flood_of_the_server_is_not_noticed(tmp_path, undisturbed):
+    """It begins before the run, and goes on until that has finished."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    tokens = [TokenFile(runs).create(role, role=role, runs=[], expires_t=None) for role in ("read", "operate")]
+    with web_process(runs) as (process, link):
+        url = link.partition("/#")[0]
+        with Flood(url, tokens) as flood:
+            wait_until(lambda: flood.counted.keys() >= {b"200", b"403", b"503"})  # 503: there are too many connections
+            before = flood.counted.total()
+            with training(tmp_path / "job", runs, epochs=EPOCHS, workers="2") as paths:
+                assert finished_weights(paths) == undisturbed
+            assert (state_of(paths).status, state_of(paths).deaths) == ("finished", 0)
+            assert flood.counted.total() > before + 50
+            assert process.poll() is None
+        assert not flood.counted.keys() & {b"500", b"502"}, flood.counted
+        wait_until(lambda: is_served(url, tokens[0]))
+
+
+def is_served(url, token):
+    """Afterwards it serves as before."""
+    try:
+        return ask(f"{url}/api/v1/runs/digits-1", token).status == 200
+    except OSError:
+        return False

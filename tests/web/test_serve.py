@@ -15,7 +15,9 @@ import pytest
 from shoal.jobs.queue import daemon_lock as queue
 from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.jobs.queue.queue_file import QueuePaths
+from shoal.spec.private_file import open_lock_file
 from shoal.spec.run_paths import RunPaths
+from shoal.storage.locks import locked
 from shoal.web.serve import WebServer
 from tests.jobs.past_run import call_verb, write_run
 
@@ -57,6 +59,17 @@ def test_the_page_answers_and_ends_with_open_streams(tmp_path):
             assert json.loads(lines[3].removeprefix(b"data: "))["rows"][0]["kind"] == "run_started"
             process.send_signal(signal.SIGINT)
             assert process.wait(60) in (0, 130)
+
+
+def test_ctrl_c_does_not_wait_for_an_operation_that_hangs(tmp_path):
+    write_run(tmp_path / "mlp-1")
+    token = TokenFile(tmp_path).create("t", role="operate", runs=[], expires_t=None)
+    with locked(open_lock_file(tmp_path / ".tags.lock")), web_process(tmp_path) as (process, link):
+        url = link.partition("/#")[0]
+        begun = ask(f"{url}/api/v1/runs/mlp-1/tags", token, {"add": ["best"]})
+        assert (begun.status, json.loads(begun.read())["state"]) == (202, "running")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
 
 
 @pytest.mark.long

@@ -25,6 +25,8 @@ def test_a_search_has_trials_best_front_and_importance(served):
     client = served.client("read")
     (listed,) = get(client, "searches")["rows"]
     assert (listed["run"], listed["status"], listed["told"]) == ("small-1", "finished", past_work.told(rows))
+    newest = get(client, "runs")["rows"][0]  # a search has a beginning too
+    assert (newest["run"], newest["started_t"] > 1.7e9) == ("small-1", True)
     page = get(client, "searches/small-1")
     assert page["total"] == len(page["trials"]) == past_work.trials(rows)
     assert [goal["sign"] for goal in page["goals"]] == [1, -1]

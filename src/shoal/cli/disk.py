@@ -36,6 +36,7 @@ def gc(
         bool, typer.Option("--checkpoints", help="Only the checkpoints of finished runs with a model.")
     ] = False,
     compact: Annotated[bool, typer.Option("--compact", help="Compact finished runs instead; nothing goes.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Only show the plan, as without --apply.")] = False,
     apply: Annotated[str, typer.Option(help="Apply the plan with this hash.", show_default=False)] = "",
     runs: Runs = RUNS,
     as_json: AsJson = False,
@@ -44,7 +45,7 @@ def gc(
     from shoal.storage import cleanup
     from shoal.terminal import access_reports
 
-    if apply:
+    if apply and not plan:
         done = cleanup.apply_plan(runs, apply)
         if done.compacted:
             access_reports.print_compactions(done.compacted, as_json=as_json)

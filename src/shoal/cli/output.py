@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,12 @@ def print_lines(*lines: str) -> None:
     reports.print_lines(console(), *lines)
 
 
+def print_plain(*lines: str) -> None:
+    """Without rich, which takes time to load and memory to keep: for a server."""
+    sys.stdout.buffer.write(b"".join(os.fsencode(line) + b"\n" for line in lines))
+    sys.stdout.flush()
+
+
 def print_json(value: Any) -> None:
     from shoal.terminal.console import json_line
 
@@ -34,3 +41,11 @@ def print_and_exit(result: RunResult, *, as_json: bool) -> NoReturn:
     from shoal.terminal import exit_status
 
     sys.exit(exit_status.print_result(result, console(), console(True), as_json=as_json))
+
+
+def end_at_once() -> NoReturn:
+    """End the process without waiting for its threads and without taking its modules apart, which takes longer than
+    everything else at the end."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)

@@ -38,10 +38,12 @@ def web(
             raise
         raise error("SH207", f"the web page needs {failure.name}", fix="pip install 'shoal[web]'") from None
     server = WebServer(runs, listen=listen, tls=tls, names=tuple(name or ()), say=output.print_lines)
-    output.print_lines(f"{server.url} serves the runs in {runs}", "Open this link once, in one browser:")
-    print(f"  {server.link()}", flush=True)
-    output.print_lines("Ctrl-C ends the page; runs go on.")
+    output.print_plain(
+        f"{server.url} serves the runs in {runs}", "Open this link once, in one browser:", f"  {server.link()}",
+        "Ctrl-C ends the page; runs go on.",
+    )  # fmt: skip
     server.run()
+    output.end_at_once()  # questions that are still computed, and operations that wait for a run, hold up nobody
 
 
 def tokens(

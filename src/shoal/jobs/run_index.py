@@ -77,24 +77,32 @@ def _summary(paths: RunPaths) -> RunSummary:
 
 
 def _row(paths: RunPaths, found: RunSummary) -> dict[str, Any]:
+    started_t = _started_t(paths) if found.started_t is None else found.started_t
     return {
         "run": paths.name,
         "status": run_dir.current_status(found.status, paths),
         "step": found.step,
         "steps": found.steps_total,
         "metrics": found.metrics if found.steps_total else fold_means(paths),  # only the folds make steps
-        "started": _started(paths, found),
-        "started_t": found.started_t,
+        "started": _format_time(started_t),
+        "started_t": started_t,
         "weights_sha256": found.weights_sha256,
         "damage": describe_damage(found.skipped_rows),
     }
 
 
-def _started(paths: RunPaths, found: RunSummary) -> str:
+def _started_t(paths: RunPaths) -> float | None:
+    """When the job was written: a search has no other beginning. None if it was removed meanwhile."""
     try:
-        started_t = paths.job.stat().st_mtime if found.started_t is None else found.started_t
-        return f"{datetime.datetime.fromtimestamp(started_t):%Y-%m-%d %H:%M}"
-    except (OSError, ValueError, OverflowError):  # removed meanwhile, or a forged snapshot with a time of no year
+        return paths.job.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _format_time(t: float | None) -> str:
+    try:
+        return "–" if t is None else f"{datetime.datetime.fromtimestamp(t):%Y-%m-%d %H:%M}"
+    except (OSError, ValueError, OverflowError):  # a forged snapshot with a time of no year
         return "–"
 
 

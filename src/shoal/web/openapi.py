@@ -50,7 +50,7 @@ def _operation(route: ApiRoute, schemas: dict[str, Any]) -> dict[str, Any]:
     answer = {route.media_type: {"schema": _schema(route.answer, schemas)}}
     problem = {"application/problem+json": {"schema": {"$ref": REFERENCE.format(model="Problem")}}}
     made: dict[str, Any] = {
-        "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
+        "operationId": route.handler.__name__,
         "summary": route.summary,
         "x-role": route.role,
         "security": [] if route.role == "public" else [{"token": []}],

@@ -69,13 +69,17 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
 
 def select_rows(rows: Sequence[Mapping[str, Any]], *, where: str, sort: str) -> list[Mapping[str, Any]]:
     """The rows that match, in this order: a field or metric, with `-` before it for the largest first. Rows without
-    the value come last."""
+    the value come last. Rows with the same value are in the order of their names, so that pages fit together."""
     conditions = parse_filter(where)
-    found = [row for row in rows if all(one.holds(row) for one in conditions)]
+    found = [row for row in sorted(rows, key=_name) if all(one.holds(row) for one in conditions)]
     name, largest_first = sort.removeprefix("-"), sort.startswith("-")
     known = [row for row in found if _sort_key(_value(row, name)) is not None]
     rest = [row for row in found if _sort_key(_value(row, name)) is None]
     return [*sorted(known, key=lambda row: _sort_key(_value(row, name)) or (0, 0.0, ""), reverse=largest_first), *rest]
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return str(row["run"])
 
 
 def _sort_key(value: Any) -> tuple[int, float, str] | None:

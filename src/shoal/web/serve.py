@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 import ssl
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal.errors import error
 from shoal.jobs.queue.access_tokens import Identity, TokenFile
@@ -25,6 +27,7 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 MAX_HEADER_BYTES = 16 * 1024
 MAX_CONNECTIONS = 256
 SHUTDOWN_S = 1
+REQUEST_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,35 @@ def tls_context(directory: Path) -> ssl.SSLContext:
     return context
 
 
+class _Connection(H11Protocol):
+    """Is closed if its request does not come: `MAX_CONNECTIONS` silent ones would keep everybody else out. (uvicorn
+    bounds only the time from an answer to the first byte of the next request.)"""
+
+    _patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait_for_request()
+
+    def _wait_for_request(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        self._patience = self.loop.call_later(REQUEST_TIMEOUT_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
 class _Server(uvicorn.Server):
     """Tells the open streams to end: uvicorn waits for them."""
 
@@ -125,7 +157,9 @@ class WebServer:
     def _config(self) -> uvicorn.Config:
         config = uvicorn.Config(
             self.app,
+            http=_Connection,
             log_config=None,
+            log_level="error",  # a line for each refused connection would let anybody fill a log
             access_log=False,
             server_header=False,
             lifespan="off",

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ MANY_NEW_RUNS = 200
 UNFINISHED = ("created", "starting", "training", "unreadable")
 LIST_LIFETIME_S = 1.0
 OPERATION_WAIT_S = 2.0
+CLOSE_S = 0.25
 MAX_OPERATIONS = 1000
 _PART = re.compile(r"(.+?)((?:~(?:fold|trial)-\d{1,6}){1,2})")
 
@@ -238,7 +239,9 @@ class Site:
         return found
 
     def close(self) -> None:
+        """Operations that watch `stopping` have a moment to tidy up. Others may end at any time, as if killed."""
         self.stopping.set()
+        wait([one.future for one in self._operations.values()], timeout=CLOSE_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -3,6 +3,7 @@ authorise them, check their input and describe them (`openapi`). A route without
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 import json
@@ -27,6 +28,7 @@ from shoal.web.gate import BURST, FAILURE_BURST, FAILURES_PER_S, REQUESTS_PER_S,
 from shoal.web.site import Site
 
 MIN_GZIP_BYTES = 1024
+BODY_TIMEOUT_S = 30.0
 STATUS = {
     "SH601": 404, "SH602": 409, "SH604": 409, "SH605": 503, "SH606": 409, "SH609": 422, "SH610": 409, "SH612": 409,
     "SH613": 404, "SH614": 409, "SH615": 409, "SH626": 503, "SH632": 404, "SH642": 503, "SH644": 503, "SH646": 404,
@@ -172,7 +174,12 @@ class Api:
         if kind != "application/json":
             raise RequestRefused(415, "a change is sent as application/json")
         try:
-            content = json.loads(await request.body() or b"{}")
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                sent = await request.body()
+        except TimeoutError:
+            raise RequestRefused(408, "the body does not come") from None
+        try:
+            content = json.loads(sent or b"{}")
         except (ValueError, RecursionError):
             raise RequestRefused(400, "the body is not JSON") from None
         return (route.body or NoInput).model_validate(content)

@@ -6,22 +6,24 @@ import { change, go, link } from "./route.js";
 
 const COLUMNS = [["run", "run"], ["status", "status"], ["step", "step"], ["", "metrics"], ["started_t", "started"], ["weights_sha256", "weights"]];
 const LIVE_MS = 2000;
+const ROWS = 100; // on a page
+const METRICS = 3; // of a row
 
 const pageOf = (row) => (row.status.startsWith("search ") ? "searches" : "run");
 
 export function Runs({ query }) {
   const where = query.where || "";
   const sort = query.sort || "-started_t";
-  const limit = Number(query.limit) || 100;
+  const cursor = Math.max(Number(query.cursor) || 0, 0);
   const [typed, setTyped] = useState(where);
   const [{ at, chosen }, show] = useState({ at: 0, chosen: [] });
   const now = useRef({ at: 0, chosen: [], rows: [] }); // what the next key acts on, also before the page is drawn again
   const set = (fields) => { now.current = { ...now.current, ...fields }; show({ at: now.current.at, chosen: now.current.chosen }); };
   const filter = useRef(null);
-  const path = `runs?${new URLSearchParams({ where, sort, limit })}`;
+  const path = `runs?${new URLSearchParams({ where, sort, cursor, limit: ROWS })}`;
   const { value, problem } = useAnswer(() => get(path), path, LIVE_MS);
   useEffect(() => {
-    const timer = setTimeout(() => { if (typed !== where) change({ where: typed, limit: "" }); }, 200);
+    const timer = setTimeout(() => { if (typed !== where) change({ where: typed, cursor: "" }); }, 200);
     return () => clearTimeout(timer);
   }, [typed]);
   const rows = value ? value.rows : [];
@@ -42,7 +44,10 @@ export function Runs({ query }) {
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
   }, []);
-  const order = (name) => change({ sort: sort === name ? `-${name}` : name });
+  const order = (name) => change({ sort: sort === name ? `-${name}` : name, cursor: "" });
+  const turn = (to) => { change({ cursor: to > 0 ? to : "" }); set({ at: 0 }); scrollTo(0, 0); };
+  const metrics = [...new Set(rows.flatMap((row) => Object.keys(row.metrics).slice(0, METRICS)))].slice(0, 4);
+  const sorter = (name, title) => html`<button class="quiet" onClick=${() => order(name)}>${title}${sort === name ? " ↑" : sort === `-${name}` ? " ↓" : ""}</button>`;
   const isGrouped = query.group === "1";
   return html`<div class="bar">
       <h1>Runs</h1>
@@ -56,19 +61,20 @@ export function Runs({ query }) {
     <${ErrorBox} problem=${problem} />
     ${isGrouped && value ? html`<${Groups} groups=${value.groups} />` : html`<div class="scroll"><table class="runs">
       <thead><tr><th><span class="hidden">selected</span></th>${COLUMNS.map(([name, title]) => html`<th
-        aria-sort=${name && sort.replace("-", "") === name ? (sort.startsWith("-") ? "descending" : "ascending") : null}>
-        ${name ? html`<button class="quiet" onClick=${() => order(name)}>${title}${sort === name ? " ↑" : sort === `-${name}` ? " ↓" : ""}</button>` : title}</th>`)}</tr></thead>
+        aria-sort=${(name ? [name] : metrics).includes(sort.replace("-", "")) ? (sort.startsWith("-") ? "descending" : "ascending") : null}>
+        ${name ? sorter(name, title) : metrics.length ? html`<span class="sorters">${metrics.map((one) => sorter(one, one))}</span>` : title}</th>`)}</tr></thead>
       <tbody>${rows.map((row, n) => html`<tr key=${row.run} class=${n === at ? "at" : ""}>
         <td><input type="checkbox" aria-label=${`select ${row.run}`} checked=${chosen.includes(row.run)} onChange=${() => toggle(row.run)} /></td>
-        <td><a href=${link(pageOf(row), row.run)}>${row.run}</a> ${row.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
+        <td data-metrics=${metricsText(row.metrics, 2)}><a href=${link(pageOf(row), row.run)}>${row.run}</a> ${row.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
           ${row.damage && html`<span class="warn" title=${row.damage}>damaged rows</span>`}</td>
         <td><${Status} status=${row.status} /></td>
         <td class="n">${row.steps ? `${row.step}/${row.steps}` : row.step || "–"}</td>
-        <td class="metrics">${metricsText(row.metrics)}</td><td class="n">${when(row.started_t)}</td>
+        <td class="metrics">${metricsText(row.metrics, METRICS)}</td><td class="n">${when(row.started_t)}</td>
         <td><code title=${row.weights_sha256}>${row.weights_sha256.slice(0, 10)}</code></td></tr>`)}</tbody></table></div>
       ${value && !rows.length && html`<p class="empty">${where ? "No run matches." : "There are no runs yet: shoal run JOB"}</p>`}
-      ${value && value.cursor && html`<button onClick=${() => change({ limit: Math.min(limit * 2, 1000) })} disabled=${limit >= 1000}>
-        ${limit >= 1000 ? "Narrow the filter to see others" : "More"}</button>`}`}`;
+      ${value && (cursor > 0 || value.cursor) && html`<div class="bar pager"><button onClick=${() => turn(cursor - ROWS)} disabled=${!cursor}>Previous</button>
+        <span class="total">${rows.length ? `${(cursor + 1).toLocaleString("en")} to ${(cursor + rows.length).toLocaleString("en")}` : "none"}</span>
+        <button onClick=${() => turn(cursor + ROWS)} disabled=${!value.cursor}>Next</button></div>`}`}`;
 }
 
 function Groups({ groups }) {

@@ -17,7 +17,7 @@ export function number(value) {
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e6) return String(value);
   if (size !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(3).replace(/\.?0*e/, "e");
-  return String(size < 0.1 ? +value.toPrecision(4) : +value.toFixed(4));
+  return String(+value.toPrecision(size < 1 ? 4 : size < 1e5 ? 5 : 6));
 }
 
 export function count(value) { return Math.round(value).toLocaleString("en"); }
@@ -33,8 +33,9 @@ export function seconds(value) {
   if (typeof value !== "number") return "–";
   if (value < 1) return `${Math.round(value * 1000)} ms`;
   if (value < 100) return `${value.toFixed(1)} s`;
+  if (value < 3600) return `${Math.floor(value / 60)} min ${String(Math.floor(value % 60)).padStart(2, "0")} s`;
   const minutes = Math.round(value / 60);
-  return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
+  return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
 }
 
 export function when(t) {
