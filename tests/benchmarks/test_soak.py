@@ -1,13 +1,28 @@
 """What a soak counts, and that its jobs and faults are real ones."""
 
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import yaml
-from benchmarks.soak.disturbance import COUNTED, Soak, quarters
+from benchmarks.soak.disturbance import COUNTED, Soak, _used, quarters
 from benchmarks.soak.kinds import KINDS
 
+from shoal.collectives.transport.shared_memory import SharedMemory
 from shoal.spec.load import load_job
+
+HELD_BYTES = 64 << 20
+FORKED = f"""
+import os, signal, sys
+held = b"x" * {HELD_BYTES}
+if os.fork():
+    sys.stdin.read()
+else:
+    print(os.getpid(), flush=True)
+    signal.pause()
+"""
 
 
 def test_quarters_are_medians_of_moments_with_such_a_process():
@@ -44,3 +59,43 @@ def test_what_is_counted_has_a_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Soak, "_drive", lambda self, *words: Driver())
     assert set(Soak(KINDS["lanes"], tmp_path, seed=1).counts()) == set(COUNTED)
+
+
+def memory_bytes(pid):
+    (used,) = _used([pid])
+    return used["memory_mb"] * 1e6
+
+
+def test_a_process_does_not_grow_when_the_one_that_forked_it_ends():
+    """A driver that is killed takes its fork server along. What that had imported is then its last child's alone."""
+    parent = subprocess.Popen([sys.executable, "-c", FORKED], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = int(parent.stdout.readline())
+    try:
+        before = memory_bytes(child)
+        parent.stdin.close()
+        parent.wait()
+        assert abs(memory_bytes(child) - before) < HELD_BYTES / 4
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_process_that_holds_more_grows(shared):
+    before = memory_bytes(os.getpid())
+    memory = SharedMemory(HELD_BYTES) if shared else None
+    held = memory.buffer.raw if memory else bytearray(HELD_BYTES)
+    held[:] = b"x" * HELD_BYTES
+    assert memory_bytes(os.getpid()) - before > HELD_BYTES / 2
+    if memory:
+        memory.close()
+
+
+def test_a_process_that_has_ended_is_not_counted():
+    ended = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    ended.stdout.read()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays, without memory, until it is waited for
+    assert _used([ended.pid]) == []
+    ended.wait()
+    assert _used([ended.pid]) == []
+    ended.stdout.close()
