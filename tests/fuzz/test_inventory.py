@@ -79,6 +79,7 @@ ATTACKED = {
     "terminal/search_live.py": OWN,
     "train/compression/quality.py": "fuzz/test_compression_answers.py",
     "train/profile_pair.py": OWN,
+    "web/client.py": "web/test_client.py",
     "web/searches.py": OWN,
     "web/table.py": "web/test_schemathesis.py",
 }

@@ -1,10 +1,12 @@
 """`shoal.connect`: the functions of the API, over a real socket."""
 
+import http.server
 import threading
 
 import pytest
 
 import shoal
+from shoal.errors import ShoalError
 from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.spec.run_paths import RunPaths
 from tests.jobs.past_run import write_run
@@ -79,3 +81,35 @@ def test_a_stream_goes_on_after_a_break_and_ends_with_its_token(server, monkeypa
     with pytest.raises(shoal.ShoalError, match="401"):
         for _ in messages:
             pass
+
+
+PAGES = [
+    b"<html>another server</html>",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b"[]",
+    b"{}",
+    b'{"paths": {"/x": []}}',
+    b'{"paths": {"/x": {"get": {"operationId": "runs", "summary": "", "responses": {"200": {"content": {}}}}}}}',
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_another_server_at_the_address_is_an_error_with_a_code(page):
+    class Answering(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answering) as other:
+        thread = threading.Thread(target=other.handle_request)
+        thread.start()
+        with pytest.raises(ShoalError) as caught:
+            shoal.connect(f"http://127.0.0.1:{other.server_port}", "token")
+        thread.join()
+    assert caught.value.code == "SH683"
+    assert "not that of a web page of Shoal" in str(caught.value)

@@ -7,6 +7,7 @@ page.scale_run("digits-1", workers=3)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -48,8 +49,8 @@ class WebClient:
         self._url, self._token = url.rstrip("/"), token
         https = urllib.request.HTTPSHandler(context=tls)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect, https)
-        described = json.loads(self._open("GET", "/api/v1/openapi.json").read())
-        self._functions = dict(_functions(described))
+        with self._understood():
+            self._functions = dict(_functions(json.loads(self._open("GET", "/api/v1/openapi.json").read())))
 
     def __dir__(self) -> list[str]:
         return sorted(self._functions)
@@ -76,8 +77,9 @@ class WebClient:
             content = answer.read()
         if function.answers != "application/json":
             return content
-        found = json.loads(content)
-        return self._result(found) if isinstance(found, dict) and {"operation", "state"} <= found.keys() else found
+        with self._understood():
+            found = json.loads(content)
+            return self._result(found) if isinstance(found, dict) and {"operation", "state"} <= found.keys() else found
 
     def _result(self, operation: dict[str, Any]) -> Any:
         while operation["state"] == "running":
@@ -97,12 +99,22 @@ class WebClient:
                     for line in stream:
                         name, _, value = line.decode().rstrip("\n").partition(": ")
                         if name == "data":
-                            yield json.loads(value)
+                            with self._understood():
+                                message = json.loads(value)
+                            yield message
                         elif name == "id":
                             known = value
             except OSError:
                 pass  # it broke; the next question tells whether the server is there
             time.sleep(POLL_S)
+
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """SH683 for an answer that the page of Shoal does not give: another server may be at this address."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as failure:
+            raise error("SH683", "the answer is not that of a web page of Shoal", where=self._url) from failure
 
     def _open(self, method: str, path: str, fields: dict[str, Any] | None = None, *, last_event_id: str = "") -> Any:
         headers = {"authorization": f"Bearer {self._token}", "content-type": "application/json"}

@@ -99,8 +99,8 @@ class Latency(Spec):
     """CPU time per call with one thread, as ratios to the first file, by batch size."""
 
     name: str
-    seconds: dict[PositiveInt, PositiveFloat]
-    ratios: dict[PositiveInt, Ratio]
+    seconds: Annotated[dict[PositiveInt, PositiveFloat], Field(min_length=1)]
+    ratios: Annotated[dict[PositiveInt, Ratio], Field(min_length=1)]
 
 
 class RungReport(Spec):
