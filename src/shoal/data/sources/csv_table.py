@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
+from pydantic import NonNegativeInt, TypeAdapter
 
 from shoal.data.cache import SMALL_BYTES, cached_directory, reading_cache
 from shoal.data.files import DataFile, find_files, local_path
@@ -82,7 +83,7 @@ class CsvSchema:
 
     kinds: dict[str, ColumnKind]
     fitted: Fitted
-    misshapen: int
+    misshapen: NonNegativeInt
 
     def layout(self, spec: CsvSourceConfig, options: SourceOptions) -> ColumnLayout:
         return saved_layout(_choose(spec, self.kinds, options), self.fitted)
@@ -128,8 +129,7 @@ def _load_through_cache(
         options.cache_dir, ["csv", key, spec.model_dump(), options.on_bad_row, options.fitted, options.not_inputs], make
     )
     with reading_cache(directory):
-        noted = json.loads((directory / "survey.json").read_text())
-        schema = CsvSchema(noted["kinds"], Fitted.model_validate(noted["fitted"]), noted["misshapen"])
+        schema = TypeAdapter(CsvSchema).validate_json((directory / "survey.json").read_bytes())
         return schema, load_cache(directory, schema.layout(spec, options), where=spec.path)
 
 
