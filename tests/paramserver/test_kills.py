@@ -137,6 +137,7 @@ def test_a_server_dies_during_a_move(end):
             else (lambda: cluster.schedule_crash(102, doom))
         )
         cluster.on_step[2] = [lambda: cluster.scale(4), dies]
+        cluster.on_step[5] = [lambda: cluster.run_until(lambda: cluster.deaths)]  # a new server may come late
         assert_exact(cluster, cluster.train())
         assert cluster.deaths == 1
         cluster.assert_backups_equal()
