@@ -64,7 +64,13 @@ def _simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
     tables = load_tables(options.tables)
     return [
         simulate(
-            tables, policy, order=options.order, workers=options.workers, seeds=options.seeds, horizon=options.time
+            tables,
+            policy,
+            order=options.order,
+            workers=options.workers,
+            seeds=options.seeds,
+            horizon=options.time,
+            warm=options.warm,
         )
         for policy in options.policy or POLICIES
     ]
@@ -83,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--order", choices=("virtual", "clock"), default="virtual", help="of Shoal's search")
     run.add_argument("--workers", type=int, default=4)
     run.add_argument("--time", type=float, default=10.0, help="units of time: 1 is an average full training")
+    run.add_argument("--warm", type=int, default=0, help="Shoal begins with the best rows of so many other tables")
     cost = parts.add_parser("price", help="work done in reproducible order against the order of the clock")
     cost.add_argument("--workers", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     cost.add_argument("--most", type=int, default=3, help="number of tables")

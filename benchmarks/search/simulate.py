@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,19 @@ TIMES = (1.0, 2.5, 5.0, 10.0)
 
 
 def simulate(
-    tables: Sequence[CurveTable], policy: str, *, order: str, workers: int, seeds: int, horizon: float
+    tables: Sequence[CurveTable], policy: str, *, order: str, workers: int, seeds: int, horizon: float, warm: int = 0
 ) -> dict[str, Any]:
-    """Mean regret over tables and seeds, with standard errors, and the processor time of a decision."""
+    """Mean regret over tables and seeds, with standard errors, and the processor time of a decision. `warm`: Shoal's
+    search begins with the best configurations of so many other tables."""
     runs = [
-        _run(t, policy, order=order, workers=workers, seed=s, horizon=horizon) for t in tables for s in range(seeds)
+        _run(t, policy, order=order, workers=workers, seed=s, horizon=horizon, first=best_elsewhere(tables, t, warm, s))
+        for t in tables
+        for s in range(seeds)
     ]
     named = [t for t in tables for _ in range(seeds)]
     row: dict[str, Any] = {"policy": policy, "order": order if policy == "shoal" else "clock", "workers": workers}
+    if warm and policy == "shoal":
+        row["warm"] = warm
     for when in TIMES:
         if when <= horizon:
             regrets = np.array([t.regret(found.best_at(when)) for t, found in zip(named, runs, strict=True)])
@@ -40,15 +45,43 @@ def simulate(
     return row | {"runs": len(runs)}
 
 
-def _run(t: CurveTable, policy: str, *, order: str, workers: int, seed: int, horizon: float) -> Observations:
+def best_elsewhere(tables: Sequence[CurveTable], t: CurveTable, count: int, seed: int) -> list[dict[str, float]]:
+    """The configurations with the best final value in some other tables of the same space."""
+    others = [one for one in tables if one is not t and one.cube.shape[1] == t.cube.shape[1]]
+    if count > len(others):
+        raise SystemExit(f"{t.name}: there are {len(others)} other tables of the same space, fewer than {count}")
+    generator = np.random.default_rng([seed, *t.name.encode()])
+    chosen = [others[i] for i in generator.permutation(len(others))[:count]]
+    places = [one.cube[np.nanargmin(one.error[:, -1])] for one in chosen]
+    return [{f"x{i}": float(value) for i, value in enumerate(place)} for place in places]
+
+
+def _run(
+    t: CurveTable,
+    policy: str,
+    *,
+    order: str,
+    workers: int,
+    seed: int,
+    horizon: float,
+    first: Sequence[Mapping[str, float]],
+) -> Observations:
     if policy != "shoal":
         return run_rival(t, make_rival(policy, t, seed), workers=workers, horizon=horizon, seed=seed)
-    plan = default_search(t, slots=workers, order=order, seed=seed)
+    plan = default_search(t, slots=workers, order=order, seed=seed, first=first)
     return SimulatedFleet(t, plan, workers, horizon, seed, helping=order == "virtual").run()
 
 
-def default_search(t: CurveTable, *, slots: int, order: str, seed: int, sampler: str = "gp") -> VirtualSearch:
-    """The default policy of a job, with the rows of the table as its space."""
+def default_search(
+    t: CurveTable,
+    *,
+    slots: int,
+    order: str,
+    seed: int,
+    sampler: str = "gp",
+    first: Sequence[Mapping[str, float]] = (),
+) -> VirtualSearch:
+    """The default policy of a job, with the rows of the table as its space. `first`: what is tried first."""
     job = Job.model_validate(
         {
             "model": "table:Row",
@@ -66,4 +99,6 @@ def default_search(t: CurveTable, *, slots: int, order: str, seed: int, sampler:
             },
         }
     )
-    return make_search(job, space=TableSpace(t))
+    space = TableSpace(t)
+    unique = {space.suggest(values).key: values for values in first}
+    return make_search(job, space=space, suggestions=list(unique.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,11 @@ class TableSpace(Space):
         distance[~self.free(taken)] = np.inf
         nearest = int(np.argmin(distance))
         return self.points[nearest] if np.isfinite(distance[nearest]) else None
+
+    def suggest(self, values: Mapping[str, Any]) -> Point:
+        found = self.settle([values[f"x{i}"] for i in range(self.rows.shape[1])])
+        assert found is not None
+        return found
 
     def candidates(
         self, generator: np.random.Generator, count: int, *, near: Any, taken: Collection[str]

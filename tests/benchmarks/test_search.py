@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 from benchmarks.search import __main__ as searching
-from benchmarks.search.simulate import simulate
+from benchmarks.search.simulate import best_elsewhere, simulate
 from benchmarks.search.tables import load_table, load_tables
 
 ROWS, POINTS = 60, 9
@@ -53,6 +53,15 @@ def test_other_policies_are_rivals_in_the_order_of_the_clock(tmp_path, monkeypat
     rows = run(monkeypatch, capsys, tmp_path, "--policy", "asha", "--policy", "random", "--seeds", "2", "--time", "5")
     assert [(row["policy"], row["order"]) for row in rows] == [("asha", "clock"), ("random", "clock")]
     assert "regret at 10" not in rows[0]
+
+
+@pytest.mark.parametrize("policy", ["tpe", "tpe+hyperband"])
+def test_optuna_is_run_on_the_same_tables(policy, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("optuna")
+    write(tmp_path)
+    (row,) = run(monkeypatch, capsys, tmp_path, "--policy", policy, "--seeds", "1", "--time", "2.5")
+    assert (row["policy"], row["order"]) == (policy, "clock")
+    assert 0 <= row["regret at 2.5"] <= row["regret at 1"]
 
 
 def test_the_first_point_is_left_out_and_regret_is_scaled(tmp_path):
@@ -116,3 +125,18 @@ def test_tables_of_any_size_are_searched(points, rows, tmp_path):
         [load_table(write(tmp_path, u=cube[:rows], y=error))], "shoal", order="virtual", workers=4, seeds=1, horizon=2.5
     )
     assert 0 <= found["regret at 2.5"] <= found["regret at 1"]
+
+
+def test_a_warm_search_begins_with_the_best_of_other_tables(tmp_path):
+    """Two tables with the same best place: the second search finds it at once."""
+    cube, _ = curves()
+    for name in ("one", "two"):
+        error = ((cube - 0.5) ** 2).sum(axis=1)[:, None] + 1 / (1 + np.arange(POINTS))[None]
+        np.savez(tmp_path / f"{name}.npz", u=cube, y=error)
+    tables = load_tables(tmp_path)
+    (first,) = best_elsewhere(tables, tables[0], 1, seed=0)
+    assert tuple(first.values()) == tuple(cube[np.argmin(((cube - 0.5) ** 2).sum(axis=1))])
+    found = simulate(tables, "shoal", order="virtual", workers=4, seeds=1, horizon=2.5, warm=1)
+    assert (found["warm"], found["regret at 2.5"]) == (1, 0.0)
+    with pytest.raises(SystemExit, match="there are 1 other tables"):
+        best_elsewhere(tables, tables[0], 2, seed=0)

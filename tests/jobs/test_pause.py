@@ -82,6 +82,16 @@ def test_a_kill_at_the_pause_changes_nothing(where, train, job_dir):
     assert evaluations(disturbed.paths).keys() == {20, 40, 60}
 
 
+def test_all_workers_stop_at_the_same_step(train, executor, job_dir):
+    handle = executor.submit(
+        make_job(copy.deepcopy(JOB) | {"workers": 2}, base_dir=str(job_dir)), runs=job_dir / "pausing", until=20
+    )
+    executor.run_until_done(handle)
+    left = [event for event in read_events(handle.result().paths.events) if event.kind == "left"]
+    assert len({event.who for event in left}) == 2
+    assert {(event.step, event["why"]) for event in left} == {(20, "paused")}
+
+
 def test_a_pause_between_evaluations_comes_after_the_next_one(executor, job_dir):
     handle = executor.submit(make_job(copy.deepcopy(JOB), base_dir=str(job_dir)), runs=job_dir / "pausing", until=21)
     executor.run_until_done(handle)

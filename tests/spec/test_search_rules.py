@@ -45,6 +45,11 @@ BAD_SEARCHES = {
     "budget": ({"budget": "3 weeks"}, "SH106", "budget"),
     "keep": ({"keep": "much"}, "SH106", "keep"),
     "population of optimizers": ({"policy": "population"}, "SH110", "space.batch_size"),
+    "population of schedules": (
+        {"policy": "population", "space": {"schedule.args.gamma": [0.1, 0.5]}},
+        "SH110",
+        "space.schedule.args.gamma",
+    ),
     "kind": ({"policy": "asha"}, "SH106", "policy.kind"),
 }
 

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from shoal.errors import plural
 from shoal.jobs.search.driver import SearchProgress
 from shoal.jobs.search.journal import AnyRow, DecidedRow, ShapeRow, ToldRow
 from shoal.jobs.search.stretches import StretchRun
@@ -18,9 +19,12 @@ from shoal.jobs.search.table import TrialEntry
 from shoal.plan.search.make import objectives
 from shoal.terminal import formatting
 from shoal.terminal.console import json_line
+from shoal.terminal.fact_table import GAP, fitting, widest
 from shoal.terminal.search_report import describe_changes, spent_text
 
 MAX_TRIALS_SHOWN = 12
+LEAST_VALUES = 12
+"""Columns for the values of a trial, at least."""
 
 
 class SearchDisplay(Protocol):
@@ -117,6 +121,7 @@ class LiveSearchDisplay(SilentSearchDisplay):
     """The best trials and those that run, refreshed in place."""
 
     def __init__(self, console: Console) -> None:
+        self._console = console
         self._progress: SearchProgress | None = None
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=False)
 
@@ -134,7 +139,9 @@ class LiveSearchDisplay(SilentSearchDisplay):
 
     def _render(self) -> Group:
         progress = self._progress
-        return Group() if progress is None else Group(Text(head_line(progress)), trial_table(progress))
+        if progress is None:
+            return Group()
+        return Group(Text(head_line(progress)), trial_table(progress, self._console.width))
 
 
 def head_line(progress: SearchProgress) -> str:
@@ -143,7 +150,7 @@ def head_line(progress: SearchProgress) -> str:
     workers = sum(len(run.state.training_workers) for run in running if run.state)
     parts = [
         progress.paths.name,
-        f"{len(table.trials)} trials" + (f", {failed} failed" if failed else ""),
+        plural(len(table.trials), "trial") + (f", {failed} failed" if failed else ""),
         spent_text(table, progress.job),
         f"{workers}/{progress.runs.workers} workers",
         f"{formatting.seconds(progress.elapsed_s)}, ETA {formatting.seconds(progress.eta_s)}",
@@ -151,29 +158,41 @@ def head_line(progress: SearchProgress) -> str:
     return "  ".join(parts)
 
 
-def trial_table(progress: SearchProgress) -> Table:
+def trial_table(progress: SearchProgress, width: int) -> Table:
+    """What fits into `width` columns: a line for each trial, with as much of its values as there is room for."""
+    rows = _trial_rows(progress)
+    shown = fitting(widest([facts for facts, _, _ in rows]), width - LEAST_VALUES, drop=("workers", "step", "state"))
+    room = max(LEAST_VALUES, width - sum(len(text) + GAP for text in shown.values()))
+    table = Table.grid(padding=(0, GAP))
+    for _ in (*shown, "values"):
+        table.add_column(no_wrap=True, overflow="ellipsis")
+    for facts, values, style in rows:
+        cut = f"{values[: room - 1]}…" if len(values) > room else values
+        table.add_row(*(facts[name] for name in shown), Text(cut), style=style)
+    return table
+
+
+def _trial_rows(progress: SearchProgress) -> list[tuple[dict[str, str], str, str]]:
+    """The facts of each trial that is shown, its values, and its style; first the names of the columns."""
     objective, folds = objectives(progress.job)[0], progress.job.averages_runs
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("trial", objective.metric, "step", "state", "workers", "values"):
-        table.add_column(name)
+    names = {"trial": "trial", "value": objective.metric, "step": "step", "state": "state", "workers": "workers"}
+    rows = [(names, "values", "dim")]
     runs = {run.stretch.trial: run for run in progress.runs.active}
     ranked = progress.table.ranked(objective, mean=folds)
     shown = {t.number: t for t in [progress.table.trials[n] for n in runs if n in progress.table.trials] + ranked}
     best = ranked[0].number if ranked else None
     for trial in list(shown.values())[:MAX_TRIALS_SHOWN]:
         run = runs.get(trial.number)
-        value = formatting.number(trial.value(objective, mean=folds)) if trial.rows else "–"
+        facts = {
+            "trial": str(trial.number),
+            "value": formatting.number(trial.value(objective, mean=folds)) if trial.rows else "–",
+            "step": _step(trial, run),
+            "state": "running" if run else trial.state,
+            "workers": str(len(run.state.training_workers)) if run and run.state else "",
+        }
         style = "bold" if trial.number == best else "" if run else "dim"
-        table.add_row(
-            str(trial.number),
-            value,
-            _step(trial, run),
-            "running" if run else trial.state,
-            str(len(run.state.training_workers)) if run and run.state else "",
-            describe_changes(trial.changes),
-            style=style,
-        )
-    return table
+        rows.append((facts, describe_changes(trial.changes), style))
+    return rows
 
 
 def _step(trial: TrialEntry, run: StretchRun | None) -> str:

@@ -37,7 +37,7 @@ def make(job_dir):
 def search(make, job_dir, fork_server):
     """Runs a search, and checks that no process is left."""
 
-    def go(workers=1, *, look=None, **changes):
+    def go(workers=1, /, *, look=None, **changes):
         outcome = run_search(
             make(**changes), runs=job_dir / "runs", workers=workers, on_update=look, fork_server=fork_server
         )

@@ -5,12 +5,16 @@ import json
 import os
 
 import pytest
+import torch
+from torch import nn
 
-from shoal.checkpoint.manifest import list_manifests
+from shoal.checkpoint.manifest import Manifest, list_manifests
+from shoal.checkpoint.state_tree import flatten, unflatten
 from shoal.jobs.run_executor import open_executor
-from shoal.jobs.search.copies import copy_checkpoint
+from shoal.jobs.search.copies import copy_checkpoint, with_values
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
+from shoal.tasks.optimizer import build_optimizer
 from tests.conftest import MLP
 
 JOB = MLP | {"steps": 12, "evaluate": {"every_steps": 4}, "lanes": 2}
@@ -54,6 +58,30 @@ def groups(paths):
 
     walk(tree)
     return found
+
+
+def grouped(lr, decay, head_lr):
+    groups = [{"match": "*.bias", "args": {"weight_decay": 0.0}}, {"match": "2", "args": {"lr": head_lr}}]
+    return {"optimizer": {"name": "AdamW", "args": {"lr": lr, "weight_decay": decay}, "groups": groups}}
+
+
+def test_each_group_of_parameters_gets_its_own_values(make):
+    """One group has a learning rate of its own, another one no weight decay; a schedule has halved the rates twice."""
+    old, new = make(**grouped(0.01, 0.1, 0.5)), make(**grouped(0.02, 0.2, 0.25))
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    made = build_optimizer(old.optimizer, model, base_dir=old.base_dir)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
+    for _ in range(2):
+        made.step()
+        schedule.step()
+    tensors, tree = flatten({"optimizer": made.state_dict(), "schedule": schedule.state_dict()})
+    found = Manifest(step=2, created=0.0, job_sha256=None, metric=None, tree=tree, blobs={}, tensors={})
+    state = unflatten(tensors, with_values(found, old, new).tree)
+    changed = state["optimizer"]["param_groups"]
+    assert [group["lr"] for group in changed] == pytest.approx([0.005, 0.005, 0.0625])
+    assert [group["initial_lr"] for group in changed] == pytest.approx([0.02, 0.02, 0.25])
+    assert [group["weight_decay"] for group in changed] == [0.2, 0.0, 0.2]
+    assert state["schedule"]["base_lrs"] == pytest.approx([0.02, 0.02, 0.25])
 
 
 @pytest.mark.long

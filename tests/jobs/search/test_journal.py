@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 
 import pytest
 from hypothesis import given, settings
@@ -57,6 +58,26 @@ def test_damage_before_sound_rows_is_an_error(tmp_path):
     with pytest.raises(ShoalError) as caught:
         read_rows(tmp_path / "j")
     assert caught.value.code == "SH631"
+
+
+def test_a_row_that_the_full_disk_takes_only_in_part_is_not_in_the_file(tmp_path):
+    """The limit of a file's size is as a disk that is full in the middle of a row."""
+    write(tmp_path / "j", ROWS[:2])
+    before = (tmp_path / "j").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (20, 0):
+        journal = Journal(tmp_path / "j")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, hard))
+        try:
+            with pytest.raises(ShoalError) as caught:
+                journal.append(ROWS[2])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            journal.close()
+        assert caught.value.code == "SH510"
+        assert (tmp_path / "j").read_bytes() == before
+    write(tmp_path / "j", ROWS[2:])
+    assert [repr(row) for row in read_rows(tmp_path / "j")[0]] == [repr(row) for row in ROWS]
 
 
 def test_the_digest_ignores_when_results_came():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
 from shoal.jobs import run_index
-from shoal.jobs.search.journal import DecidedRow, EndedRow, ShapeRow, StartedRow, ToldRow
+from shoal.jobs.search.journal import DecidedRow, EndedRow, ShapeRow, StartedRow, ToldRow, parse_row
 from shoal.jobs.search.receipt import decisions_sha256
 from shoal.jobs.search.replay import check_again, replay
 from shoal.jobs.search.search_dir import SearchPaths
@@ -40,7 +40,8 @@ def continued(job, rows, *, take=min, facts=lambda changes: {}):
         if isinstance(decision, ShapeWanted):
             known = shapes.get(decision.trial)
             changes = dict(decision.changes)
-            row = known or ShapeRow(trial=decision.trial, changes=changes, units=9, cost=9.0, facts=facts(changes))
+            made = {"changes": changes, "facts": facts(changes), "memory": list(decision.memory)}
+            row = known or ShapeRow(trial=decision.trial, units=9, cost=9.0, **made)
             rows += [] if known else [row]
             plan.tell_shape(row.trial, row.shape)
         elif isinstance(decision, Stretch):
@@ -65,6 +66,54 @@ def test_any_prefix_leads_to_the_same_search(length, take):
     again = continued(search_job(), WHOLE[:length], take=take)
     assert decisions_sha256(again) == decisions_sha256(WHOLE)
     assert again[-1] == WHOLE[-1]
+
+
+NUMBERS = {"optimizer.args.lr": {"low": 1e-4, "high": 1e-1}, "clip.norm": {"low": 0.1, "high": 10.0}}
+OPTUNA = [{"name": "optuna:TPESampler"}, {"name": "optuna:NSGAIISampler", "args": {"population_size": 6}}]
+CASES = {
+    **{
+        str(sampler): {"policy": {"kind": "promote", "sampler": sampler, "first": 1}}
+        for sampler in ("random", "sobol", "tpe", "gp", "cmaes", "nsga2", *OPTUNA)
+    },
+    "hyperband": {"policy": {"kind": "hyperband", "sampler": "gp"}},
+    "full": {"policy": {"kind": "full", "sampler": "gp"}, "repeat": 2},
+    "population": {"space": {"optimizer.args.lr": NUMBERS["optimizer.args.lr"]}, "policy": {"kind": "population"}},
+    "several metrics": {"policy": {"sampler": "gp"}, "metric": ["accuracy", "parameters"]},
+    "constraint": {"policy": {"sampler": "gp"}, "constraints": ["parameters <= 50"]},
+    "clock": {"policy": {"sampler": "gp"}, "order": "clock"},
+    "finite": {"space": {"optimizer.args.lr": [0.1, 0.01, 0.001, 0.02, 0.03], "lanes": [1, 2, 3, 4]}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_search_that_is_resumed_anywhere_decides_the_same(case):
+    """As a new driver resumes it: with a sampler of its own, and the rows of the file. At 26 trials, all models are in
+    use."""
+    if "optuna" in case:
+        pytest.importorskip("optuna")
+    job = search_job(**{"space": NUMBERS, "budget": "26 trials", **CASES[case]})
+
+    def facts(changes):
+        return {"parameters": round(1000 * changes["optimizer.args.lr"])}
+
+    whole = continued(job, [], facts=facts)
+    assert not any(check_again(make_search(job), whole))
+    for length in range(len(whole) // 3, len(whole), max(len(whole) // 9, 1)):
+        read = [parse_row(row.model_dump_json().encode()) for row in whole[:length]]
+        again = continued(job, read, facts=facts)
+        assert decisions_sha256(again) == decisions_sha256(whole), f"resumed after row {length}"
+        assert again[-1] == whole[-1]
+
+
+def test_what_no_fit_of_the_model_gives_is_not_remembered():
+    job = search_job(space=NUMBERS, budget="12 trials", policy={"sampler": "gp"})
+    whole = continued(job, [])
+    assert any(row.memory for row in whole if isinstance(row, ShapeRow))
+    third_last = [i for i, row in enumerate(whole) if isinstance(row, ShapeRow)][-3]
+    for memory in ([1.0], [9.0] + [1e308] * 6, [float("inf")] + [0.0] * 6, [float("nan")] * 7):
+        known = whole[:third_last]
+        rows = [row.model_copy(update={"memory": memory}) if isinstance(row, ShapeRow) else row for row in known]
+        assert isinstance(continued(job, rows)[-1], EndedRow)
 
 
 def test_a_search_that_would_propose_the_same_has_no_differences():

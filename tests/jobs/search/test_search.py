@@ -15,7 +15,7 @@ from shoal.events import read_events
 from shoal.jobs.resume import job_to_resume
 from shoal.jobs.run_dir import find
 from shoal.jobs.run_index import list_summaries
-from shoal.jobs.search.journal import ForgottenRow, ToldRow, read_rows, rows_of
+from shoal.jobs.search.journal import DecidedRow, ForgottenRow, ToldRow, read_rows, rows_of
 from shoal.jobs.search.search_dir import SearchPaths
 from shoal.jobs.search.shared_files import file_sizes, total_bytes
 from shoal.jobs.search.summary import best_job_text, compare_searches, read_search
@@ -153,9 +153,9 @@ def test_ctrl_c_pauses_everything_and_resume_goes_on(search, resume, make, job_d
 @pytest.mark.long
 def test_a_trial_that_fails_is_recorded_and_the_search_goes_on(search):
     wide = {"optimizer.args.lr": [0.01, 1e30], "batch_size": [16, 32]}
-    outcome = search(
-        2, search={"space": wide, "policy": {"kind": "full", "sampler": "grid"}}, optimizer={"name": "SGD"}
-    )
+    asked = {"space": wide, "policy": {"kind": "full", "sampler": "grid"}}
+    outcome, other = (search(workers, search=asked, optimizer={"name": "SGD"}) for workers in (2, 1))
+    assert other.receipt.search_sha256 == outcome.receipt.search_sha256
     failed = [row.failure for row in told(outcome.paths) if row.failure]
     assert len(failed) == outcome.receipt.failed == 2
     assert all(failure.startswith("SH403: the loss is") for failure in failed)
@@ -175,7 +175,10 @@ def test_values_that_make_no_model_are_recorded(search):
 @pytest.mark.long
 def test_what_keep_forgets_is_trained_again_to_the_same_bits(search):
     plenty, tight = search(1, search=PROMOTE), search(1, search=PROMOTE | {"keep": "1 KB"})
-    assert rows_of(read_rows(tight.paths.journal)[0], ForgottenRow)
+    rows = read_rows(tight.paths.journal)[0]
+    forgotten = {row.trial: rows.index(row) for row in rows_of(rows, ForgottenRow)}
+    again = [row for row in rows_of(rows, DecidedRow) if row.start and row.trial in forgotten]
+    assert any(rows.index(row) > forgotten[row.trial] for row in again), "none of them was promoted"
     assert tight.receipt.search_sha256 == plenty.receipt.search_sha256
     assert kept_bytes(tight) < kept_bytes(plenty)
 

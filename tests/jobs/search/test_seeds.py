@@ -85,7 +85,8 @@ def test_seeds_are_refused_where_they_cannot_be(make):
 @pytest.mark.long
 def test_every_trial_is_trained_with_its_seeds_on_any_number_of_workers(search):
     found = [search(workers, search=RACE) for workers in (1, 2)]
-    assert found[0].receipt.decisions_sha256 == found[1].receipt.decisions_sha256
+    assert found[0].receipt.search_sha256 == found[1].receipt.search_sha256
+    assert found[0].receipt.weights_sha256
     stored = read_search(found[0].paths)
     whole = [trial for trial in stored.table.trials.values() if trial.state == "complete"]
     assert whole

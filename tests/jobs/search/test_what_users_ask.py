@@ -4,10 +4,16 @@ import json
 
 import pytest
 import yaml
+from torch import nn
 from typer.testing import CliRunner
 
 import shoal
 from shoal import cli
+from shoal.errors import ErrorGroup, ShoalError
+from shoal.events import read_events
+from shoal.jobs.search.driver import run_search
+from shoal.jobs.search.journal import DecidedRow, rows_of
+from shoal.jobs.search.receipt import canonical_rows
 from shoal.jobs.search.summary import compare_searches, read_search, search_data
 from tests.jobs.search.test_search import job_file  # noqa: F401
 
@@ -59,6 +65,55 @@ def test_a_trial_that_is_worse_on_every_fold_is_stopped_early(split, search, mak
     assert found[0].receipt.search_sha256 == found[1].receipt.search_sha256
 
 
+@pytest.mark.parametrize(
+    ("asked", "place"),
+    [
+        ({"space": {"batch_size": [16, -2]}}, "search.space.batch_size"),
+        ({"space": {"optimizer": [{"name": "SGD"}, {"name": "Sgd"}]}}, "search.space.optimizer"),
+        ({"policy": {"sampler": "optuna:Nobody"}}, "search.policy.sampler"),
+        ({"policy": {"sampler": "optuna:CmaEsSampler"}}, "search.policy.sampler"),
+        ({"policy": {"sampler": {"name": "optuna:TPESampler", "args": {"a": 1}}}}, "search.policy.sampler.args"),
+        ({"start": ["nobody-7"]}, "nobody-7"),
+    ],
+)
+def test_a_bad_search_names_the_field_and_leaves_nothing_behind(asked, place, make, job_dir):
+    if "optuna" in str(asked):
+        pytest.importorskip("optuna")
+    (job_dir / "runs").mkdir()
+    with pytest.raises(ShoalError) as caught:
+        run_search(make(search=asked), runs=job_dir / "runs")
+    problems = caught.value.errors if isinstance(caught.value, ErrorGroup) else [caught.value]
+    assert place in [problem.where for problem in problems]
+    assert list((job_dir / "runs").iterdir()) == []
+
+
+@pytest.mark.long
+def test_all_workers_of_a_trial_stop_at_the_same_step(search):
+    """A trial whose model is sharded over two workers is paused at its first rung, and goes on."""
+    asked = {"policy": {"kind": "promote", "sampler": "random", "first": 1}, "budget": "1 trial", "slots": 1}
+    outcome = search(2, search=asked, shard={"kind": "fsdp", "size": 2}, workers=2)
+    left = [event for event in read_events(outcome.paths.trial(0).events) if event.kind == "left"]
+    paused = [event for event in left if event["why"] == "paused"]
+    assert {(event.who, event.step) for event in paused} == {("worker-0", 4), ("worker-1", 4)}
+    assert [row.end for row in rows_of(read_search(outcome.paths).rows, DecidedRow)] == [1, 3]
+
+
+@pytest.mark.long
+def test_hours_end_the_same_search_earlier(search):
+    """The winner is trained to its end, and the receipt says that the end depends on the speed."""
+    slow = {"faults": {"pause_probability": 1.0, "pause_s": 0.05}}
+    asked = {"policy": {"kind": "promote", "sampler": "random", "first": 1}}
+    short = search(1, search=asked | {"budget": {"hours": 0.001}}, **slow)
+    longer = search(2, search=asked | {"budget": "30 trials"})
+    assert short.receipt.ended == "0.001 hours are over"
+    assert (short.receipt.exact, len(short.receipt.interventions)) == (False, 1)
+    decided = [canonical_rows(read_search(one.paths).rows)["decisions"] for one in (short, longer)]
+    common = len(rows_of(read_search(short.paths).rows, DecidedRow)) - 1  # the last may be the winner's
+    assert 2 < common < len(decided[1])
+    assert decided[0][:common] == decided[1][:common]
+    assert read_search(short.paths).best.state == "complete"
+
+
 @pytest.mark.long
 def test_sections_as_choices_train_with_the_section_that_was_chosen(search):
     sections = [{"name": "AdamW"}, {"name": "SGD", "args": {"momentum": {"low": 0.5, "high": 0.99}}}]
@@ -90,6 +145,8 @@ def test_every_way_to_start_is_one_search(search, make, job_file, job_dir, monke
     for other in ("small-2", "small-3"):
         same = runner.invoke(cli.app, ["search", "compare", "small-1", other, "--json"])
         assert (same.exit_code, json.loads(same.stdout)["same"]) == (0, True)
+    model = shoal.load(f"{third.paths.name}/trial-{third.receipt.winner}")
+    assert isinstance(model, nn.Module)
     best = runner.invoke(cli.app, ["search", "best", "last"])
     assert yaml.safe_load(best.stdout)["optimizer"]["args"]["lr"] == third.receipt.changes["optimizer.args.lr"]
     shown = json.loads(runner.invoke(cli.app, ["search", "show", "last", "--json"]).stdout)

@@ -1,17 +1,22 @@
 """Samplers: each finds the good region, proposes nothing twice, and is the same in every process."""
 
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import shoal
+from shoal.errors import ShoalError
 from shoal.plan.search.importance import importance
 from shoal.plan.search.pareto import crowding, fronts, hypervolume
-from shoal.plan.search.samplers.gp import normal_scores
+from shoal.plan.search.samplers.gp import GpSampler, normal_scores
+from shoal.plan.search.samplers.optuna import OWN_INSTEAD
 from shoal.plan.search.trial import StretchResult, TrialShape
-from tests.plan.search.simulated_search import job_of, play, played_digest
+from tests.plan.search.simulated_search import job_of, play, played_digest, seeded
 
 NUMBERS = {"optimizer.args.lr": {"low": 1e-5, "high": 0.1}, "clip.norm": {"low": 0.1, "high": 10.0}}
 LEARNING = ("tpe", "gp", "cmaes", "nsga2")
@@ -87,18 +92,66 @@ def test_another_process_with_several_threads_decides_the_same():
     assert there.stdout.strip() == here
 
 
-def test_optunas_samplers_are_told_in_virtual_order():
+def test_the_model_prefers_what_is_cheap():
+    """The value does not depend on the axis that the cost depends on."""
+
+    def value(stretch):
+        return StretchResult(({"accuracy": -((math.log10(stretch.changes["optimizer.args.lr"]) + 3) ** 2)},))
+
+    job = search_with("random", 24)
+    plan, _, _ = play(job, shape=lambda changes: TrialShape(1, changes["clip.norm"]), result=value)
+
+    def mean_place(*, cost_aware):
+        sampler = GpSampler(cost_aware=cost_aware, random_share=0.0)
+        return np.mean([sampler.propose(plan.ledger, number).cube[1] for number in range(100, 120)])
+
+    assert mean_place(cost_aware=True) < mean_place(cost_aware=False) - 0.15
+
+
+OPTUNA = ["optuna:TPESampler", "optuna:RandomSampler", {"name": "optuna:NSGAIISampler", "args": {"population_size": 6}}]
+
+
+@pytest.mark.parametrize("sampler", OPTUNA)
+def test_optunas_samplers_are_told_in_virtual_order(sampler):
     pytest.importorskip("optuna")
-    job = search_with("optuna:TPESampler", 14)
-    assert played_digest(job, shape=whole, result=bowl) == played_digest(job, workers=2, shape=whole, result=bowl)
+    job = search_with(sampler, 20)
+    calm = played_digest(job, shape=whole, result=bowl)
+    assert played_digest(job, workers=2, chance=seeded(5), cuts=[9, 15], shape=whole, result=bowl) == calm
 
 
-def test_the_plan_loads_no_torch_and_no_optuna():
+def test_optunas_genetic_sampler_learns_over_generations():
+    """Although its study is made anew for every proposal."""
+    pytest.importorskip("optuna")
+    genetic = {"name": "optuna:NSGAIISampler", "args": {"population_size": 10}}
+    assert late_mean(genetic, trials=100) > 0.75 * late_mean("random", trials=100)
+
+
+def test_every_sampler_of_optuna_works_or_is_refused_with_its_field():
+    optuna = pytest.importorskip("optuna")
+    refused = {}
+    for name in [name for name in dir(optuna.samplers) if name.endswith("Sampler") and name != "BaseSampler"]:
+        try:
+            play(search_with(f"optuna:{name}", 4), shape=whole, result=bowl)
+        except ShoalError as failure:
+            refused[name] = failure.where
+    assert all(place.startswith("search.policy.sampler") for place in refused.values())
+    assert set(refused) >= set(OWN_INSTEAD)
+    assert not set(refused) & {"TPESampler", "RandomSampler", "NSGAIISampler", "NSGAIIISampler"}
+
+
+def test_plan_and_driver_load_no_torch_and_no_optuna():
     code = (
-        "import sys, shoal.plan.search.make; print([m for m in ('torch', 'optuna', 'scipy.stats') if m in sys.modules])"
+        "import sys, shoal.plan.search.make; print([m for m in ('torch','optuna','scipy.stats') if m in sys.modules]);"
+        "import shoal.jobs.search.driver; print([m for m in ('torch', 'optuna') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    assert found.stdout.split() == ["[]", "[]"]
+
+
+def test_one_module_alone_imports_optuna():
+    modules = Path(shoal.__file__).parent.rglob("*.py")
+    found = [file.name for file in modules if re.search(r"^\s*(import|from) optuna", file.read_text(), re.MULTILINE)]
+    assert found == ["optuna.py"]
 
 
 def test_fronts_crowding_and_volume():

@@ -10,6 +10,7 @@ from shoal.plan.search.make import make_search
 from shoal.plan.search.trial import SearchEnd, ShapeWanted, Stretch, StretchResult, TrialShape, Wait
 from tests.plan.search.simulated_search import job_of, play, played_digest, replay, result_of, seeded, shape_of
 
+NUMBERS = {"optimizer.args.lr": {"low": 1e-5, "high": 0.1}, "clip.norm": {"low": 0.1, "high": 10.0}}
 POPULATION = {"space": {"optimizer.args.lr": {"low": 1e-5, "high": 0.1}}, "budget": "200 trials"}
 KINDS = {
     "full": {"policy": {"kind": "full", "sampler": "random"}},
@@ -17,6 +18,8 @@ KINDS = {
     "promote with gp": {"policy": {"kind": "promote", "sampler": "gp"}, "budget": "14 trials", "repeat": 2},
     "hyperband": {"policy": {"kind": "hyperband", "sampler": "tpe"}},
     "population": {**POPULATION, "policy": {"kind": "population", "size": 6, "every": 2}},
+    "cmaes": {"space": NUMBERS, "policy": {"kind": "full", "sampler": "cmaes"}},
+    "several metrics": {"policy": {"sampler": "nsga2"}, "metric": ["accuracy", "parameters"], "budget": "30 trials"},
     "trainings": {"policy": {"kind": "promote", "sampler": "sobol"}, "budget": "6 trainings"},
 }
 

@@ -52,19 +52,33 @@ def _link(source: CheckpointFiles, target: CheckpointFiles, path: str) -> None:
 
 
 def with_values(found: Manifest, old: Job, new: Job) -> Manifest:
-    """The manifest with the new job's arguments of the optimizer."""
-    old_args, new_args = old.optimizer.args, new.optimizer.args
-    changed = {name: value for name, value in new_args.items() if old_args.get(name) != value}
-    ratio = _ratio(old_args.get("lr"), changed.get("lr"))
+    """The manifest with the new job's arguments of the optimizer, for each of its groups."""
 
     def change(key: Any, value: Any) -> Any:
         if key == "param_groups" and isinstance(value, list):
-            return [_change_group(group, changed, ratio) for group in value]
+            return [_change_group(group, *changed) for group, changed in zip(value, changes(len(value)), strict=True)]
         if key in SCHEDULE_RATES and isinstance(value, list):
-            return [rate * ratio if isinstance(rate, float) else rate for rate in value]
+            rates = zip(value, changes(len(value)), strict=True)
+            return [rate * ratio if isinstance(rate, float) else rate for rate, (_, ratio) in rates]
         return _map_pairs(value, change)
 
+    def changes(groups: int) -> list[tuple[dict[str, Any], float]]:
+        """What differs in each group, and the ratio of its learning rates."""
+        return [_difference(*args) for args in zip(_group_args(old, groups), _group_args(new, groups), strict=True)]
+
     return replace(found, tree=_map_pairs(found.tree, change))
+
+
+def _group_args(job: Job, count: int) -> list[dict[str, Any]]:
+    """The arguments of each of so many groups: parameters that no group of the job matches come first, if there are
+    any."""
+    own = [group.args for group in job.optimizer.groups]
+    return [{**job.optimizer.args, **args} for args in [*[{}] * (count - len(own)), *own][:count]]
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    changed = {name: value for name, value in new.items() if old.get(name) != value}
+    return changed, _ratio(old.get("lr"), changed.get("lr"))
 
 
 def _ratio(old: Any, new: Any) -> float:

@@ -44,6 +44,7 @@ from shoal.jobs.search.trials import trial_job
 from shoal.jobs.worker_group import initial_workers
 from shoal.plan.search.make import make_search
 from shoal.plan.search.policies.population import Population
+from shoal.plan.search.samplers.make import make_sampler
 from shoal.plan.search.trial import SearchEnd, ShapeWanted, Stretch, Wait
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
@@ -207,7 +208,7 @@ class SearchDriver:
             for told in self.runs.collect():
                 self._tell(told)
             self._decide()
-        for told in self.runs.dispatch(awaited=self._awaited):
+        for told in self.runs.dispatch(awaited=self._awaited, takes_results=self._asking is None):
             self._tell(told)
         if self._asking is None and self._end is None:
             self._decide()
@@ -271,7 +272,7 @@ class SearchDriver:
         except ShoalError as failure:
             job = failure
         self._jobs = {wanted.trial: job} if isinstance(job, Job) else {}
-        self._asking = self._probe.ask(wanted.trial, job, wanted.changes, self.search.cost)
+        self._asking = self._probe.ask(wanted, job, self.search.cost)
         self._answer()
 
     def _answer(self) -> None:
@@ -411,6 +412,7 @@ def check_searchable(job: Job) -> None:
     if job.sync.kind == "auto":
         fix = "Write the sync that `shoal plan` recommends."
         raise error("SH110", "a search needs a fixed `sync`: planning measures the machine", where="sync", fix=fix)
+    make_sampler(job.search.policy.sampler)  # its errors
     check_space(job)
 
 

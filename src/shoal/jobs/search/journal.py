@@ -5,6 +5,7 @@ A killed driver may leave an incomplete last row: it is cut off, and what it sai
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
-from shoal.errors import error
+from shoal.errors import error, from_os_error
 from shoal.plan.search.trial import Stretch, StretchResult, TrialShape
 from shoal.spec.base import Spec
 
-FORMAT = 1
+FORMAT = 2
+"""1: shapes had no `memory`."""
 MAX_ROW_BYTES = 1 << 24
 
 
@@ -39,7 +41,7 @@ class StartedRow(JournalRow):
 
 class ShapeRow(JournalRow):
     """The shape of a trial. `boundaries`: the step at the end of each unit; none in a job with folds. `machine`: the
-    failure depends on the machine."""
+    failure depends on the machine. `memory`: what the sampler goes on with (see `Point`)."""
 
     kind: Literal["shape"] = "shape"
     trial: NonNegativeInt
@@ -50,6 +52,7 @@ class ShapeRow(JournalRow):
     boundaries: list[NonNegativeInt] = Field(default_factory=list)
     failure: str = ""
     machine: bool = False
+    memory: list[float] = Field(default_factory=list)
 
     @property
     def shape(self) -> TrialShape:
@@ -150,8 +153,19 @@ class Journal:
         os.ftruncate(self._fd, size_bytes)
 
     def append(self, row: AnyRow) -> None:
-        """Write the row with one call: another process never sees half of it, unless the machine crashes."""
-        os.write(self._fd, row.model_dump_json().encode() + b"\n")
+        """Write the row with one call: another process never sees half of it, unless the machine crashes. SH510 if the
+        disk is full; then the file is as it was."""
+        data = row.model_dump_json().encode() + b"\n"
+        try:
+            written = os.write(self._fd, data)
+            if written < len(data):
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as failure:
+            known = from_os_error(failure, where=str(self.path))
+            if known is None:
+                raise
+            raise known from failure
         self.rows.append(row)
 
     def close(self) -> None:

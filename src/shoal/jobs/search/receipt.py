@@ -93,7 +93,7 @@ def canonical_rows(rows: Sequence[AnyRow]) -> dict[str, list[dict[str, Any]]]:
     told = {row.number: row for row in reversed(rows_of(rows, ToldRow))}
     decided = {row.number: row for row in rows_of(rows, DecidedRow)}
     return {
-        "shapes": [_plain(shapes[n], leave_out={"machine"}) for n in sorted(shapes)],
+        "shapes": [_plain(shapes[n], leave_out={"machine", "memory"}) for n in sorted(shapes)],
         "decisions": [_plain(decided[n], leave_out={"why"}) for n in sorted(decided)],
         "results": [_plain(told[n], leave_out=_NOT_COMPARED) for n in sorted(told)],
     }

@@ -8,6 +8,7 @@ processor or version it may not. Then the journal counts, and the difference is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shoal.errors import ShoalError, error
@@ -102,7 +103,7 @@ class RecordedSampler:
             proposed = {} if point is None else dict(point.changes)
             if proposed != recorded.changes:
                 self._differences.append(DifferenceRow(trial=number, proposed=proposed))
-        return point_of(ledger.space, recorded.changes)
+        return replace(point_of(ledger.space, recorded.changes), memory=tuple(recorded.memory))
 
     def take_differences(self) -> list[DifferenceRow]:
         found, self._differences = self._differences, []

@@ -38,21 +38,26 @@ def _values_of(name: str, job: Job, runs: Path, *, where: str) -> list[dict[str,
     paths = run_dir.find(name, runs)
     dimensions = parse_space(job.search.space).dimensions
     if paths.search_journal.is_file():
-        found = list(_best_of(SearchPaths(paths), dimensions))
+        found = list(_ranked_values(SearchPaths(paths), dimensions))
     else:
         found = [own_values(load_run_job(paths.job), job.search.space)]
-    fitting = [fits for values in found if (fits := _inside(values, dimensions))]
+    fitting: list[dict[str, Any]] = []
+    for values in found:
+        inside = _inside(values, dimensions)
+        if inside and inside not in fitting:  # trials that were repeated with another seed have the same
+            fitting.append(inside)
     if not fitting:
         raise error(
             "SH106", f"no values of '{name}' lie in the space", where=where, fix="Remove it, or widen the space."
         )
-    return fitting
+    return fitting[:BEST_OF_A_SEARCH]
 
 
-def _best_of(paths: SearchPaths, dimensions: list[Dimension]) -> Iterator[dict[str, Any]]:
+def _ranked_values(paths: SearchPaths, dimensions: list[Dimension]) -> Iterator[dict[str, Any]]:
+    """The values of its trials, the best first."""
     earlier = load_run_job(paths.job)
     table = SearchTable.of(read_rows(paths.journal)[0])
-    for trial in table.ranked(objectives(earlier)[0], mean=earlier.averages_runs)[:BEST_OF_A_SEARCH]:
+    for trial in table.ranked(objectives(earlier)[0], mean=earlier.averages_runs):
         yield values_by_key(trial.changes, dimensions)
 
 

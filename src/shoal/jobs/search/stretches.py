@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from shoal.errors import ShoalError
 from shoal.events import Event, RunState
 from shoal.events.packed_file import has_content
+from shoal.fleet.orphans import find_orphans
 from shoal.jobs.fork_servers import hold_data
+from shoal.jobs.resume import has_finished
 from shoal.jobs.run_executor import RunExecutor, RunHandle
 from shoal.jobs.run_result import PAUSED, RunResult
 from shoal.jobs.search import trials
@@ -98,6 +100,10 @@ class StretchRun:
         return small and event.step is not None and event.step >= self.target_step
 
 
+def _has_orphans(paths: RunPaths) -> bool:
+    return not has_finished(paths) and any(find_orphans(one) for one in (paths, *paths.folds))
+
+
 @dataclass
 class StretchRuns:
     """All stretches without a result. Belongs to the search's thread."""
@@ -125,15 +131,17 @@ class StretchRuns:
                 if told is not None:
                     yield self._finish(run, told)
 
-    def dispatch(self, *, awaited: int | None) -> Iterator[ToldRow]:
-        """Start, help and release. Yields results of stretches whose runs had done everything before."""
+    def dispatch(self, *, awaited: int | None, takes_results: bool) -> Iterator[ToldRow]:
+        """Start, help and release. Yields results of stretches whose runs had done everything before, unless results
+        must wait."""
         works = [run.work for run in self.undone.values()]
         given = allocate(works, workers=self.workers, awaited=awaited)
         self._preempt(works, given)
         for number, workers in given.items():
             run = self.undone[number]
             if run.handle is None and (known := self._known(run)) is not None:
-                yield self._finish(run, known)
+                if takes_results:
+                    yield self._finish(run, known)
             elif run.handle is None:
                 self._start(run)
             if run.handle is not None:
@@ -162,8 +170,9 @@ class StretchRuns:
         return told.model_copy(update={"seconds": round(run.spent_s, 3), "t": round(time.time(), 3)})
 
     def _known(self, run: StretchRun) -> ToldRow | None:
-        """The result, if the run is that far: an earlier driver was killed before it wrote the result down."""
-        if not has_content(run.paths.events):
+        """The result, if the run is that far: an earlier driver was killed before it wrote the result down. Not if its
+        workers wait for a driver: the run is resumed, so that they exit."""
+        if not has_content(run.paths.events) or _has_orphans(run.paths):
             return None
         rows = trials.stretch_rows(run.paths, run.stretch, run.shape.boundaries)
         return None if rows is None else ToldRow(number=run.stretch.number, rows=[dict(row) for row in rows])

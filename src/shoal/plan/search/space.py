@@ -29,10 +29,12 @@ Cube = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Point:
-    """A configuration: its place in the cube, as rounded, and the job changes that it stands for."""
+    """A configuration: its place in the cube, as rounded, and the job changes that it stands for. `memory`: what the
+    sampler learnt when it proposed it, and begins with at its next proposal."""
 
     cube: tuple[float, ...]
     changes: Mapping[str, Any]
+    memory: tuple[float, ...] = ()
 
     @cached_property
     def key(self) -> str:

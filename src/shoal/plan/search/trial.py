@@ -59,10 +59,11 @@ class StretchResult:
 
 @dataclass(frozen=True)
 class ShapeWanted:
-    """A new trial was proposed; its shape must be told before anything else is decided."""
+    """A new trial was proposed; its shape must be told before anything else is decided. `memory`: see `Point`."""
 
     trial: int
     changes: Changes
+    memory: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ class VirtualSearch:
         """The next decision; the same answer again until it was acted upon."""
         while self._end is None:
             if self._proposed is not None:
-                return ShapeWanted(self._proposed.number, self._proposed.point.changes)
+                point = self._proposed.point
+                return ShapeWanted(self._proposed.number, point.changes, point.memory)
             made = self._fill_slot() if len(self._under_way) < self.ledger.slots else self._pass_time()
             if made is not None:
                 return made

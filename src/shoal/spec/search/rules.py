@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 MAX_GRID = 100_000
 _LENGTH_FIELDS = ("epochs", "steps")
-_CHANGED_IN_TRAINING = ("optimizer.args", "optimizer.groups", "schedule.args", "loss.args", "model.args", "clip")
-"""Sections whose values may change between two steps of one training."""
+_CHANGED_IN_TRAINING = ("optimizer.args", "optimizer.groups", "loss.args", "model.args", "clip")
+"""Sections whose values may change between two steps of one training. A schedule keeps its arguments in its state."""
 
 
 def check_search(job: Job, *, not_searched: Sequence[str], known_metrics: Sequence[str] | None) -> list[ShoalError]:

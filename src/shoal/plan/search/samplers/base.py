@@ -17,7 +17,8 @@ TRIES = 256
 class TrialSampler(Protocol):
     """`propose` reads the ledger and returns a configuration that was not tried; None if there is none left.
 
-    It is a pure function of the ledger and of `number`, the trial's number.
+    It is a pure function of the ledger and of `number`, the trial's number. What it wants to remember goes into the
+    `memory` of the point, which the journal keeps: a driver that goes on with a search makes a new sampler.
     """
 
     def propose(self, ledger: Ledger, number: int) -> Point | None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,14 +28,33 @@ BACK = (1, 3, 9)
 """A trial is observed at its last unit, at a third and at a ninth of it."""
 
 
+@dataclass(frozen=True)
+class Fit:
+    """The newest fit, and how many observations there were."""
+
+    count: int
+    hyper: Hyperparameters
+
+    @property
+    def memory(self) -> tuple[float, ...]:
+        return float(self.count), *map(float, self.hyper.theta)
+
+
+def last_fit(ledger: Ledger) -> Fit | None:
+    """The fit with which the newest trial of the model was proposed. Numbers that no fit gives do not count."""
+    memory = next((t.point.memory for t in reversed(ledger.trials) if t.point.memory), ())
+    if not memory or not math.isfinite(memory[0]):
+        return None
+    found = Fit(int(memory[0]), Hyperparameters(np.array(memory[1:], dtype=np.float64)))
+    return found if found.hyper.may_be_a_fit(len(ledger.space.axes)) else None
+
+
 @dataclass
 class GpSampler:
     """`cost_aware`: improvement is divided by the predicted cost of the trial."""
 
     cost_aware: bool = True
     random_share: float = RANDOM_SHARE
-    _hyper: Hyperparameters | None = None
-    _fitted: int = 0
     _random: RandomSampler = field(default_factory=RandomSampler)
 
     def propose(self, ledger: Ledger, number: int) -> Point | None:
@@ -50,26 +69,17 @@ class GpSampler:
         columns = axis_columns(ledger)
         chosen = choose_trials(ledger, known, generator)
         points, y = observations(ledger, chosen, generator)
-        self._refit(points, y, columns, generator)
-        assert self._hyper is not None
+        made = fit_again(last_fit(ledger), points, y, columns, generator)
         posterior = with_pending(
-            ledger, Posterior.given(self._hyper, points, y, columns=columns), y, columns, self._hyper
+            ledger, Posterior.given(made.hyper, points, y, columns=columns), y, columns, made.hyper
         )
         goal = float(posterior.mean(at_end(points)).max())
         best = ledger.ranking([t for t in chosen if t.rows and t.status != "failed"])[:8]
         near = np.array([t.point.cube for t in best]).reshape(len(best), len(columns))
         places = ledger.space.candidates(generator, CANDIDATES, near=near, taken=ledger.taken)
         gains = self._gains(ledger, posterior, places, goal)
-        return first_free(ledger, new_ones_first(ledger, places[np.argsort(-gains, kind="stable")[:EXAMINED]]))
-
-    def _refit(self, points: Observed, y: Array, columns: list[slice], generator: np.random.Generator) -> None:
-        """Again when there are 12 % more observations, with some of them."""
-        if self._hyper is not None and len(y) < self._fitted * REFIT_GROWTH and self._fitted < MOST_TRIALS:
-            return
-        self._fitted = len(y)
-        rows = np.sort(generator.permutation(len(y))[:MOST_FITTED])
-        start = self._hyper or Hyperparameters.initial(len(columns))
-        self._hyper = fit(start, points.take(rows), y[rows], columns=columns)
+        found = first_free(ledger, new_ones_first(ledger, places[np.argsort(-gains, kind="stable")[:EXAMINED]]))
+        return None if found is None else replace(found, memory=made.memory)
 
     def _gains(self, ledger: Ledger, posterior: Posterior, places: Array, goal: float) -> Array:
         cross = posterior.of_new(ledger.space.features(places))
@@ -80,6 +90,17 @@ class GpSampler:
         if self.cost_aware:
             gains[best] -= log_costs(ledger, places[best])
         return gains
+
+
+def fit_again(
+    last: Fit | None, points: Observed, y: Array, columns: list[slice], generator: np.random.Generator
+) -> Fit:
+    """The last fit, or one that begins there if there are 12 % more observations; it sees some of them."""
+    if last is not None and len(y) < last.count * REFIT_GROWTH and last.count < MOST_TRIALS:
+        return last
+    rows = np.sort(generator.permutation(len(y))[:MOST_FITTED])
+    start = last.hyper if last is not None else Hyperparameters.initial(len(columns))
+    return Fit(len(y), fit(start, points.take(rows), y[rows], columns=columns))
 
 
 def new_ones_first(ledger: Ledger, places: Array) -> Iterator[Array]:

@@ -19,6 +19,8 @@ TREND = 1.0
 JITTER = 1e-6
 STEPS = 12
 """Steps of the optimiser at one fit; it begins where the last fit ended."""
+BOUND = 3.0
+"""How far a fit may go from the mean of the prior, in spreads of it."""
 _SQRT5 = math.sqrt(5)
 
 
@@ -32,6 +34,12 @@ class Hyperparameters:
     @classmethod
     def initial(cls, axes: int) -> Hyperparameters:
         return cls(_prior_mean(axes))
+
+    def may_be_a_fit(self, axes: int) -> bool:
+        """Whether a fit may have found these, for this number of axes."""
+        if self.theta.shape != _prior_mean(axes).shape:
+            return False
+        return bool(np.all(np.abs(self.theta - _prior_mean(axes)) <= (BOUND + 1e-9) * _prior_spread(axes)))
 
 
 def _prior_mean(axes: int) -> Array:
@@ -107,7 +115,7 @@ def fit(start: Hyperparameters, points: Observed, y: Array, *, columns: list[sli
     def loss(theta: Array) -> tuple[float, Array]:
         return _loss(theta, y, parts=parts, change=change, same=same, trend=trend, prior=(mean, spread))
 
-    bounds = [(m - 3 * s, m + 3 * s) for m, s in zip(mean, spread, strict=True)]
+    bounds = [(m - BOUND * s, m + BOUND * s) for m, s in zip(mean, spread, strict=True)]
     found = minimize(
         loss, start.theta, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": STEPS, "maxfun": 2 * STEPS}
     )

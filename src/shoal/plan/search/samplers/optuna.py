@@ -17,6 +17,9 @@ from shoal.plan.search.samplers.base import first_free, random_places
 from shoal.plan.search.space import Axis, Point
 from shoal.spec.search.space import Choice
 
+OWN_INSTEAD = {"CmaEsSampler": "cmaes", "QMCSampler": "sobol", "GridSampler": "grid", "BruteForceSampler": "grid"}
+"""Samplers that keep what they know in a study, which is made anew here, or that need steps; and what does the same."""
+
 
 class OptunaSampler:
     """`optuna:Name` with `args` of its class. Choices are categories; numbers are places in the unit interval."""
@@ -28,7 +31,10 @@ class OptunaSampler:
             known = [n for n in dir(self._optuna.samplers) if n.endswith("Sampler")]
             fix = f"Use one of {', '.join(known)}."
             raise error("SH202", f"Optuna has no sampler '{name}'", where="search.policy.sampler", fix=fix)
-        self._make(0)
+        if name in OWN_INSTEAD:
+            message = f"optuna's {name} would forget at every proposal what it knows"
+            raise error("SH106", message, where="search.policy.sampler", fix=f"Use the sampler {OWN_INSTEAD[name]}.")
+        self._generation_size: int | None = getattr(self._make(0), "population_size", None)
 
     def propose(self, ledger: Ledger, number: int) -> Point | None:
         study = self._optuna.create_study(
@@ -36,8 +42,13 @@ class OptunaSampler:
             sampler=self._make(int(ledger.generator(8, number).integers(2**31))),
         )
         spaces = {f"{i:03}": self._distribution(axis) for i, axis in enumerate(ledger.space.axes)}
+        complete = 0
         for trial in ledger.searched():
-            study.add_trial(self._told(ledger, trial, spaces))
+            told = self._told(ledger, trial, spaces)
+            if self._generation_size and told.state == self._optuna.trial.TrialState.COMPLETE:
+                told.system_attrs = {f"{self.name}:generation": complete // self._generation_size}
+                complete += 1
+            study.add_trial(told)
         asked = study.ask(spaces)
         cube = [self._place(axis, asked.params[f"{i:03}"]) for i, axis in enumerate(ledger.space.axes)]
         return first_free(ledger, [np.array(cube), *random_places(ledger, number)])

@@ -1,0 +1,53 @@
+"""Which checkpoints are forgotten when there is no room for all."""
+
+import pytest
+
+from shoal.jobs.search.journal import DecidedRow, ForgottenRow, ShapeRow, ToldRow
+from shoal.jobs.search.keep import Keeper
+from shoal.jobs.search.search_dir import create
+from shoal.jobs.search.table import SearchTable
+
+UNITS = 4
+TRIALS = {0: (4, 0.9), 1: (1, 0.2), 2: (4, 0.5), 3: (2, 0.6), 4: (1, 0.3), 5: (1, None)}
+"""(unit reached, accuracy) by trial: 0 and 2 are complete, 5 has failed, the others are paused."""
+
+
+@pytest.mark.parametrize(
+    ("room", "kept"),
+    [(5, [0, 1, 2, 3, 4]), (4, [0, 1, 3, 4]), (3, [1, 3, 4]), (1, [3]), (0, [])],
+)
+def test_failed_trials_are_forgotten_first_then_complete_ones_then_the_worst(room, kept, make, job_dir):
+    job = make(search={"keep": f"{room} MB"})
+    paths, rows = create(job, job_dir / "runs"), []
+    for number, (unit, accuracy) in TRIALS.items():
+        file = paths.trial(number).checkpoints / "state"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(bytes([number]) * 1_000_000)
+        failed = {"failure": "it failed"} if accuracy is None else {"rows": [{"accuracy": accuracy}] * unit}
+        rows += [
+            ShapeRow(trial=number, changes={}, units=UNITS, cost=1.0),
+            DecidedRow(number=number, slot=0, trial=number, changes={}, start=0, end=unit, begins=0.0, ends=1.0),
+            ToldRow(number=number, **failed),
+        ]
+    forgotten = list(Keeper(job, paths).make_room(SearchTable.of(rows), busy=()))
+    assert sorted(row.trial for row in forgotten) == [n for n in TRIALS if n not in kept]
+    assert all(isinstance(row, ForgottenRow) for row in forgotten)
+    assert [n for n in TRIALS if (paths.trial(n).checkpoints / "state").exists()] == kept
+
+
+def test_trials_under_way_keep_theirs(make, job_dir):
+    job = make(search={"keep": "0 MB"})
+    paths = create(job, job_dir / "runs")
+    file = paths.trial(0).checkpoints / "state"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"x")
+    rows = [
+        ShapeRow(trial=0, changes={}, units=UNITS, cost=1.0),
+        DecidedRow(number=0, slot=0, trial=0, changes={}, start=0, end=1, begins=0.0, ends=1.0),
+        ToldRow(number=0, rows=[{"accuracy": 0.5}]),
+    ]
+    keeper = Keeper(job, paths)
+    assert list(keeper.make_room(SearchTable.of(rows), busy={0})) == []
+    assert file.exists()
+    assert [row.trial for row in keeper.make_room(SearchTable.of(rows), busy=())] == [0]
+    assert not file.exists()
