@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.compression.dependency import find_groups
 from shoal.compression.importance import by_magnitude, by_taylor, by_zeros, cut_channels, cut_least
-from shoal.compression.shape import apply_steps, count_parameters
+from shoal.compression.shape import apply_steps, count_parameters, low_rank_step
 from shoal.errors import ShoalError
 from shoal.spec.compression.steps import CutStep, Kept
 from tests.compression.networks import Apart, Encoder, Recurrent, Transformer
@@ -76,6 +76,28 @@ def test_scores_over_lanes_count_heads_too(score):
     small = apply_steps(copy.deepcopy(model), [cut_least(groups.found, scores, remove=0.5)])
     assert small(TOKENS).shape == model(TOKENS).shape
     assert small.encoder.layers[0].self_attn.num_heads == 2
+    small.train()(TOKENS).sum().backward()
+
+
+@pytest.mark.parametrize("make", [Transformer, Encoder])
+def test_a_transformer_without_a_head_has_products_that_its_code_accepts(make):
+    """torch's encoder reads the weights of its layers; a layer that fills its width up with zeros stays as it is."""
+    model, groups = groups_of(make)
+    heads = [one for one in groups.found if one.kind != "channels"]
+    wide = apply_steps(copy.deepcopy(model), [cut_channels(heads[:1], [[0]])])
+    step, refused = low_rank_step(wide, 0.25)
+    assert {name.rpartition(".")[2] for name in step.layers} >= ({"up", "down"} if make is Transformer else {"linear1"})
+    assert any("WideLinear" in why or "NonDynamicallyQuantizableLinear" in why for why in refused.values())
+    small = apply_steps(wide, [step]).eval()
+    with torch.no_grad():
+        fused = small(TOKENS)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            plain = small(TOKENS)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert fused.shape == (2, 12, 20)
+    assert torch.allclose(fused, plain, atol=1e-5)
     small.train()(TOKENS).sum().backward()
 
 

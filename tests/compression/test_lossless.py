@@ -1,6 +1,7 @@
 """What is removed with a proof changes no output, on any point of the box; what cannot be proven stays."""
 
 import copy
+from fractions import Fraction
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.compression.bounds import Bounds, propagate, trace
+from shoal.compression.bounds import Bounds, module_bounds, propagate, trace
 from shoal.compression.lossless import cut_from_box, cut_from_samples, fold_step
 from shoal.compression.shape import apply_steps, count_parameters
 from shoal.errors import ShoalError
@@ -78,6 +79,25 @@ def test_the_bounds_hold_for_every_point():
     for name, one in found.found.items():
         assert (values[name] >= one.low).all(), name
         assert (values[name] <= one.high).all(), name
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**31), size=st.sampled_from([1.0, 1e5, 1e9]))
+def test_the_bounds_hold_in_exact_arithmetic(seed, size):
+    """Inputs that are large and hardly change, as times are, and a bias that takes them away: rounding is left."""
+    random = torch.Generator().manual_seed(seed)
+    layer = nn.Linear(8, 3).double()
+    low = size * torch.rand(8, generator=random, dtype=torch.float64)
+    high = low + 1e-3 * torch.rand(8, generator=random, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight[:] = torch.randn(3, 8, generator=random)
+        layer.bias[:] = -layer.weight @ high
+        found = module_bounds(layer, Bounds(low[None], high[None]))
+    for row, bias, least, most in zip(layer.weight, layer.bias, found.low[0], found.high[0], strict=True):
+        pairs = zip(row.tolist(), low.tolist(), high.tolist(), strict=True)
+        ends = [(Fraction(w) * Fraction(a), Fraction(w) * Fraction(b)) for w, a, b in pairs]
+        assert Fraction(least.item()) <= Fraction(bias.item()) + sum(map(min, ends))
+        assert Fraction(most.item()) >= Fraction(bias.item()) + sum(map(max, ends))
 
 
 def test_convolutions_with_batch_norm_lose_dead_and_constant_channels():

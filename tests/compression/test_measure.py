@@ -48,6 +48,15 @@ def test_flips_and_means():
     assert upper_bound_of_mean([0.1]) == math.inf
 
 
+def test_models_run_in_turns():
+    """What slows the machine down for a while slows both down."""
+    turns = []
+    models = {name: lambda name=name: turns.append(name) for name in ("first", "second")}
+    measure_in_turns(models, {1: ()}, rounds=5)
+    changes = [name for i, name in enumerate(turns) if i == 0 or turns[i - 1] != name]
+    assert changes[-10:] == ["first", "second"] * 5
+
+
 def test_times_are_ratios_to_the_first():
     calls = {"first": 0, "second": 0}
 

@@ -20,7 +20,7 @@ from shoal.compression.importance import (
     sum_of_some_lanes,
 )
 from shoal.compression.lossless import fold_step
-from shoal.compression.shape import apply_steps, count_parameters, plain_state
+from shoal.compression.shape import apply_steps, count_parameters, low_rank_step, plain_state
 from shoal.errors import ShoalError
 from shoal.spec.compression.steps import (
     CutStep,
@@ -102,6 +102,23 @@ def test_a_pruned_model_runs_and_is_smaller(model, x, score):
     assert torch.equal(again(x), small(x))
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d(1, 3, 1), nn.Linear(4, 3)], ids=["convolution", "dense"])
+def test_a_channel_that_its_batch_norm_silences_is_never_active(layer):
+    """What the layer itself gives is positive for every channel."""
+    is_conv = isinstance(layer, nn.Conv2d)
+    norm, rest = (nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1)) if is_conv else (nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model = nn.Sequential(copy.deepcopy(layer), norm, nn.ReLU(), rest).eval()
+    with torch.no_grad():
+        model[0].weight.abs_()
+        model[0].bias[:] = 1.0
+        norm.running_mean[1] = 100.0
+    x = torch.rand(6, 1, 2, 2) if is_conv else torch.rand(6, 4)
+    groups = find_groups(model, (x,)).found
+    (scores,) = by_zeros(model, groups, [[x[:2], x[2:]]], model)
+    assert scores.tolist() == [2.0, 0.0, 2.0]
+    assert cut_least(groups, [scores], remove=0.34).layers["0"].out == "0,2"
+
+
 @given(st.integers(1, 9), st.integers(0, 2**9 - 1), st.integers(0, 2**9 - 1), st.integers(0, 2**31))
 def test_a_sum_over_lanes_has_the_same_bits_for_every_division_of_them(lanes, division, empty, seed):
     values = torch.rand(lanes, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -164,11 +181,26 @@ def test_low_rank_is_the_best_approximation():
     whole = model[0].weight.detach().clone()
     apply_steps(model, [LowRankStep(layers={"0": 3})])
     product = model[0][1].weight @ model[0][0].weight
+    assert torch.equal(model[0].weight, product)
+    assert model[0].bias is model[0][1].bias
     assert torch.linalg.matrix_rank(product) == 3
     rest = torch.linalg.svdvals(whole)[3:]
     assert torch.allclose((whole - product).norm(), rest.norm(), rtol=1e-4)
     with pytest.raises(ShoalError, match="rank 11"):
         apply_steps(dense(12, 10), [LowRankStep(layers={"0": 11})])
+    with pytest.raises(ShoalError, match="a Product has no weight"):
+        apply_steps(model, [MaskStep(layers=["0"])])
+
+
+def test_layers_become_products_where_that_has_fewer_weights():
+    step, refused = low_rank_step(dense(12, 10, 2), 0.25)
+    assert (step.layers, refused) == ({"0": 2, "2": 1}, {})
+    assert low_rank_step(dense(2, 2), 0.5) == (None, {})
+    tied = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+    tied[1].weight = tied[0].weight
+    assert low_rank_step(tied, 0.25) == (None, {"1": "another layer has the same weight"})
+    twice = nn.Linear(8, 8)
+    assert low_rank_step(nn.Sequential(twice, twice), 0.25) == (None, {"0": "another layer has the same weight"})
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,9 @@ def test_the_shape_is_applied_once():
 
 def test_a_cut_and_taught_run_has_the_same_bits_on_one_worker_and_on_two(run):
     teacher = run(MLP, steps=20)
-    asked = {"shape": CUT, "distil": {"teacher": str(teacher.paths.model)}, "steps": 20}
+    features = {"0": "0", "3": "3"}  # of another width, and of the same
+    taught = {"teacher": str(teacher.paths.model), "features": features}
+    asked = {"shape": CUT, "distil": taught, "steps": 20}
     found = [run(MLP | asked, workers=workers) for workers in (1, 2)]
     assert found[0].receipt.parameters == 64 * 10 + 10 + 10 * 10 + 10
     assert len({one.receipt.state_sha256 for one in found}) == 1

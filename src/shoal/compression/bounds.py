@@ -19,7 +19,7 @@ from shoal.compression.shape import BATCH_NORMS, CONVOLUTIONS
 from shoal.errors import ShoalError, describe_exception, error
 
 ROUNDING = 1e-11
-"""Bounds are widened by this share, which is more than float64 loses in a sum of 10,000 terms."""
+"""Bounds are widened by this share of the terms, which is more than float64 loses in a sum of 10,000 of them."""
 POOLS = (
     nn.MaxPool1d,
     nn.MaxPool2d,
@@ -65,7 +65,8 @@ class Bounds:
     def linear(self, act: Callable[[Tensor], Tensor], absolute: Callable[[Tensor], Tensor]) -> Bounds:
         """Under a linear map: `absolute` is the same map with absolute weights and without a bias."""
         middle, radius = act((self.low + self.high) / 2), absolute((self.high - self.low) / 2)
-        radius = radius + torch.where(radius > 0, ROUNDING * (middle.abs() + radius), 0.0)
+        terms = absolute(torch.maximum(self.low.abs(), self.high.abs()))  # large ones may cancel each other
+        radius = radius + torch.where(radius > 0, ROUNDING * (middle.abs() + terms), 0.0)
         return Bounds(middle - radius, middle + radius)
 
 

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.compression.bounds import trace
 from shoal.compression.groups import Group, GroupMember
+from shoal.compression.layer_graph import batch_norms_after
 from shoal.compression.units import rows_by_unit
+from shoal.errors import ShoalError
 from shoal.lanes.reduction_tree import Node, TreeSum, partial_nodes
 from shoal.spec.compression.steps import CutStep, Kept, format_indices
 
@@ -34,8 +37,8 @@ def by_taylor(model: nn.Module, groups: Sequence[Group], steps: LaneBatches, los
 
 
 def by_zeros(model: nn.Module, groups: Sequence[Group], steps: LaneBatches, run: Callable[[Any], Any]) -> Scores:
-    """How often a channel's first layer gives more than zero (one minus APoZ, before the activation). Heads have no
-    activation: their scores are those of `by_magnitude`."""
+    """How often a channel is more than zero after its first layer and that layer's batch norm (one minus APoZ, before
+    the activation). Heads have no activation: their scores are those of `by_magnitude`."""
     with activity_of_lane(model, groups, run) as of_lane:
         return scores_of(_sum_over_lanes(steps, of_lane), model, groups, "zeros")
 
@@ -71,13 +74,21 @@ def activity_of_lane(model: nn.Module, groups: Sequence[Group], run: Callable[[A
         return torch.cat([counts[name].cpu() for name in names]) if names else torch.zeros(0, dtype=torch.float64)
 
     names = [group.name for group in groups if group.kind == "channels"]
-    layers = {name: model.get_submodule(name) for name in names}
+    norms = _batch_norms(model)
+    layers = {name: model.get_submodule(norms.get(name, name)) for name in names}
     hooks = [m.register_forward_hook(note(name, last=isinstance(m, nn.Linear))) for name, m in layers.items()]
     try:
         yield of_lane
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _batch_norms(model: nn.Module) -> dict[str, str]:
+    """The batch norm after each layer that has one, by name; none of a model that cannot be traced."""
+    with contextlib.suppress(ShoalError):
+        return dict(batch_norms_after(trace(model)))
+    return {}
 
 
 def scores_of(total: Tensor, model: nn.Module, groups: Sequence[Group], importance: str) -> Scores:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -238,6 +239,43 @@ def _check_indices(layer: nn.Module, name: str, *sides: tuple[list[int] | None, 
 # ---- low rank, masks, rounding ----
 
 
+def low_rank_step(model: nn.Module, share: float) -> tuple[LowRankStep | None, dict[str, str]]:
+    """The dense layers that become products of this share of their rank, where that has fewer weights; None if there
+    are none. Layers that compute more than their class says stay, with the reason."""
+    modules = [module for _, module in model.named_modules(remove_duplicate=False)]
+    owners = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
+    ranks: dict[str, int] = {}
+    refused: dict[str, str] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        rows, columns = layer.weight.shape
+        rank = max(int(min(rows, columns) * share), 1)
+        if type(layer) is not nn.Linear:
+            refused[name] = f"a {type(layer).__name__} is more than a dense layer"
+        elif owners[id(layer.weight)] > 1:
+            refused[name] = "another layer has the same weight"
+        elif rank * (rows + columns) < rows * columns:
+            ranks[name] = rank
+    return (LowRankStep(layers=ranks) if ranks else None), refused
+
+
+class Product(nn.Sequential):
+    """A dense layer as two thinner ones. Code that reads its weight, as torch's encoder layers do, gets the product."""
+
+    @property
+    def weight(self) -> Tensor:
+        layers: Any = self
+        found: Tensor = layers[1].weight @ layers[0].weight
+        return found
+
+    @property
+    def bias(self) -> Tensor | None:
+        layers: Any = self
+        found: Tensor | None = layers[1].bias
+        return found
+
+
 def _factorised(layer: Any, rank: int, *, name: str) -> nn.Module:
     """Two layers whose product is the best approximation of that rank (Eckart and Young), computed in float64."""
     if not isinstance(layer, nn.Linear) or rank > min(layer.weight.shape):
@@ -250,7 +288,7 @@ def _factorised(layer: Any, rank: int, *, name: str) -> nn.Module:
     second.weight = _like(layer.weight, u[:, :rank] * root)
     if layer.bias is not None:
         second.bias = layer.bias
-    return nn.Sequential(first, second)
+    return Product(first, second)
 
 
 class Masked(nn.Module):
@@ -268,7 +306,7 @@ class Masked(nn.Module):
 
 
 def _parametrize(layer: Any, parametrization: nn.Module, *, name: str) -> None:
-    if not isinstance(getattr(layer, "weight", None), Tensor):
+    if isinstance(layer, Product) or not isinstance(getattr(layer, "weight", None), Tensor):
         raise _misfit(name, f"a {type(layer).__name__} has no weight")
     parametrize.register_parametrization(layer, "weight", parametrization, unsafe=True)
 

@@ -12,8 +12,10 @@ from shoal.errors import error
 from shoal.spec.compression.config import CompressConfig, DistilConfig, TargetConfig, parse_share
 from shoal.spec.compression.measured import Quality, RungReport
 from shoal.spec.compression.steps import ModelShape, ShapeStep, TuneStep
-from shoal.spec.job import InitFromConfig, Job
+from shoal.spec.job import InitFromConfig, Job, LRScheduleConfig
 
+RUNTIME = "runtime: onnx float32"
+"""The rung that compresses nothing."""
 SMALLER = 0.99
 KEPT_WEIGHTS = (0.4, 0.15, 0.08, 0.05)
 """Shares of the weights that are kept if no size is asked for."""
@@ -21,6 +23,7 @@ VERY_FEW = 0.07
 FILLED = 0.97
 """How much of the size that is asked for the codes may take; biases and lists of values take the rest."""
 DEFAULT_LR = 1e-3
+SCHEDULED_RATES = ("max_lr", "base_lr")
 _TARGET = re.compile(r"\s*(size|latency)\s*<=?\s*(\S+)\s*")
 
 
@@ -67,6 +70,7 @@ def tune_job(
             "stop_early": None,
             "evaluate": parent.evaluate.model_copy(update={"test": False}),
             "optimizer": _with_rate(parent.optimizer, factor),
+            "schedule": _with_scheduled_rate(parent.schedule, factor),
             "export": [],
             "checkpoint": parent.checkpoint.model_copy(update={"path": None}),
             "compress": CompressConfig(),
@@ -81,6 +85,18 @@ def _with_rate(optimizer: Any, factor: float) -> Any:
 
     groups = [group.model_copy(update={"args": scaled(group.args, None)}) for group in optimizer.groups]
     return optimizer.model_copy(update={"args": scaled(optimizer.args, DEFAULT_LR), "groups": groups})
+
+
+def _with_scheduled_rate(schedule: LRScheduleConfig | None, factor: float) -> LRScheduleConfig | None:
+    """Schedules that name a rate of their own do not look at the optimizer's."""
+    if schedule is None or factor == 1.0:
+        return schedule
+
+    def scaled(rate: Any) -> Any:
+        return [scaled(one) for one in rate] if isinstance(rate, list) else rate * factor
+
+    own = {name: scaled(schedule.args[name]) for name in SCHEDULED_RATES if name in schedule.args}
+    return schedule.model_copy(update={"args": {**schedule.args, **own}})
 
 
 def judge_rung(rung: RungReport, *, now: RungReport, config: CompressConfig) -> tuple[bool, str]:
@@ -126,6 +142,22 @@ def _smaller(rung: RungReport, now: RungReport) -> bool:
 def latency_ratio(rung: RungReport) -> float | None:
     """The ratio at the batch size where the rung does worst; None if it was not measured."""
     return max((one.median for one in rung.latency.ratios.values()), default=None) if rung.latency else None
+
+
+def best_rungs(rungs: Sequence[RungReport]) -> list[RungReport]:
+    """The Pareto front: files that no other rung's file beats in size, drop and latency, the smallest first. Latencies
+    are those against the parent in torch; a file without one runs as the parent does."""
+    points = [
+        (one, (one.size_ratio, one.quality.drop, max(one.eager_ratio.values(), default=1.0)))
+        for one in rungs
+        if one.size_ratio and one.quality and one.name != RUNTIME
+    ]
+    front = [one for one, mine in points if not any(_beats(other, mine) for _, other in points)]
+    return sorted(front, key=lambda one: (one.size_ratio or 1.0, one.name))
+
+
+def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one != other and all(mine <= its for mine, its in zip(one, other, strict=True))
 
 
 def _faster(rung: RungReport, now: RungReport) -> bool | None:

@@ -19,6 +19,7 @@ from shoal.spec.compression.measured import CompressionReport, read_recipe, read
 from shoal.spec.compression.steps import TuneStep
 from shoal.spec.load import load_run_job, make_job
 from shoal.spec.run_paths import RunPaths
+from tests.conftest import CNN
 from tests.jobs.compression.conftest import PARENT, digests
 
 
@@ -50,7 +51,10 @@ def test_lossless_from_the_run_to_the_replay(run, compressed, job_dir, fork_serv
     assert not (made.paths.root / "rungs").exists()
     rungs = (made.paths.root / "compression.csv").read_text().splitlines()
     assert [line.partition(",")[0] for line in rungs] == ["rung", "parent", "lossless"]
-    assert "<circle" in (made.paths.root / "compression.svg").read_text()
+    assert [line.rpartition(",")[2] for line in rungs] == ["front", "0", "1"], "smaller, and the same answers"
+    plot = (made.paths.root / "compression.svg").read_text()
+    assert plot.count("<circle") == 2
+    assert plot.count('stroke="#e76f51" fill="#26a"') == 1
     assert row.size_ratio == file.stat().st_size / before_size(parent)
     assert read_report(made.paths.root / "compression.json") == report
 
@@ -73,7 +77,9 @@ def test_lossless_from_the_run_to_the_replay(run, compressed, job_dir, fork_serv
         with pytest.raises(SystemExit) as left:
             cli.main()
         assert not left.value.code
-    assert "random inputs" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "random inputs" in said
+    assert "CPU time per call with 1 thread" in said
 
     # again, from the recipe
     recipe = read_recipe(made.paths.root / "recipe.json")
@@ -106,6 +112,21 @@ def test_tuning_does_not_look_at_the_test_part(run, job_dir):
     measured = run(PARENT | {"steps": 2, "evaluate": {"test": False}}).receipt.metrics
     assert "accuracy" in measured
     assert not any(name.startswith("test/") for name in measured)
+
+
+def test_the_factor_of_the_rate_holds_for_a_schedule_with_a_rate_of_its_own(job_dir):
+    job = make_job(CNN, base_dir=str(job_dir))
+    half, same = (tune_job(job, TuneStep(lr=lr), shape=[], weights=None, teacher=None) for lr in (0.5, 1.0))
+    assert half.schedule.args == {"max_lr": 0.005, "total_steps": "steps"}
+    assert half.optimizer.args == {"lr": 0.001}
+    assert (same.schedule, same.optimizer) == (job.schedule, job.optimizer)
+    scratch = tune_job(job, TuneStep(lr=0.5, scratch=True), shape=[], weights=None, teacher=None)
+    assert scratch.schedule == job.schedule
+    per_group = job.schedule.model_copy(update={"args": {"max_lr": [0.01, 0.02]}})
+    found = tune_job(
+        job.model_copy(update={"schedule": per_group}), TuneStep(lr=0.5), shape=[], weights=None, teacher=None
+    )
+    assert found.schedule.args == {"max_lr": [0.005, 0.01]}
 
 
 def before_size(parent):
@@ -142,6 +163,20 @@ def test_bad_words_on_the_command_line(command, job_dir, words, said):
     assert "SH609" in printed.err
     assert said in printed.err
     assert len(list((job_dir / "runs").iterdir())) == 1
+
+
+def test_a_target_that_cannot_be_met_leaves_the_best_that_was_found(run, command, job_dir, fork_server, monkeypatch):
+    parent = run(PARENT)
+    before = digests(parent.paths.root)
+    monkeypatch.setattr(ForkServerPool, "get", lambda *_, **__: fork_server)
+    code, printed = command("compress", parent.paths.name, "--lossless", "--target", "size<10%")
+    assert code == 6
+    assert "SH663" in printed.err
+    assert "It does not meet the targets" in " ".join(printed.out.split())
+    assert digests(parent.paths.root) == before
+    report = read_report(job_dir / "runs" / "parent-compressed-1" / "compression.json")
+    assert (report.chosen, report.targets_met) == ("lossless", False)
+    assert api.load(job_dir / "runs" / "parent-compressed-1")[0].out_features == 12
 
 
 def test_a_file_that_is_no_recipe(command, job_dir):

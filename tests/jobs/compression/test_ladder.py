@@ -8,8 +8,9 @@ import pytest
 from shoal.errors import ShoalError, error
 from shoal.jobs.compression.ladder import Ladder
 from shoal.jobs.compression.workshop import Candidate
+from shoal.plan.compression import RUNTIME, best_rungs
 from shoal.spec.compression.config import CompressConfig
-from shoal.spec.compression.measured import Artefact, Latency, Quality, Ratio, ShapedModel
+from shoal.spec.compression.measured import Artefact, Latency, Quality, Ratio, RungReport, ShapedModel
 from shoal.spec.compression.steps import CutStep, Kept, OnnxStep, PackStep, ZeroStep
 
 SPREAD = 0.02
@@ -27,7 +28,7 @@ class Scripted:
         self.job, self.first_steps = SimpleNamespace(shape=None), []
         whole = artefact("safetensors", 4000)
         self.parent = Candidate("parent", whole, whole, parameters=1000)
-        self.drop, self.ratio, self.smallest, self.tuned = drop, ratio, smallest, []
+        self.drop, self.ratio, self.smallest, self.tuned, self.asked = drop, ratio, smallest, [], []
 
     def take(self, made, step):
         if isinstance(step, OnnxStep):
@@ -39,12 +40,14 @@ class Scripted:
         return replace(made, artefact=file, steps=(*made.steps, step))
 
     def prune(self, made, name, *, remove, importance):
+        self.asked.append(("prune", importance))
         left = round(made.parameters * (1 - remove))
         step = CutStep(layers={"0": Kept(out=f"0-{left - 1}")})
         file = artefact("safetensors", 4 * left)
         return Candidate(name, file, file, (step,), (*made.steps, step), left), ShapedModel()
 
     def propose(self, made, action, name, **how):
+        self.asked.append((action, made.name, how))
         return made, ShapedModel(refused={"0": "it is needed"})
 
     def tune(self, made, step):
@@ -126,6 +129,25 @@ def test_eight_bits_that_cost_too_much_are_trained_through_the_rounding():
     assert [step.hold.layers for _, step in workshop.tuned] == [{"0": 8}]
 
 
+@pytest.mark.parametrize("proven", [False, True], ids=["parent", "lossless"])
+def test_a_share_that_is_too_large_for_the_target_is_not_trained(proven):
+    """With 8 bits, 750 of 1,000 parameters are 19 % of the parent, and 500 are 13 %. What a proof removes first changes
+    nothing about that."""
+    workshop = Scripted()
+
+    def propose(made, action, name, **how):
+        facts = ShapedModel(steps=[CutStep(layers={"0": Kept(out="0-989")})])
+        file = artefact("safetensors", 3900)
+        return (replace(made, name=name, artefact=file) if proven and action == "lossless" else made), facts
+
+    workshop.propose = propose
+    ladder, rows = climb(workshop, steps=["lossless", "int8", "prune"], target={"size": 0.15}, max_drop=0.01)
+    assert rows["prune 25%"].why == "too large for the target even with int8"
+    assert {name for name, _ in workshop.tuned} == {"prune 50%"}
+    assert ladder.now.name == "prune 50%, tuned + int8"
+    assert has(ladder.chosen, "onnx", bits=8)
+
+
 def test_eight_bits_that_are_good_are_not_trained():
     workshop = Scripted()
     climb(workshop, steps=["int8"], max_drop=0.01)
@@ -162,6 +184,30 @@ def test_the_bound_decides_and_not_the_mean():
     assert any("it cannot show a drop" in note for note in ladder.notes)
 
 
+def test_importance_and_box_are_those_that_were_asked_for():
+    workshop = Scripted()
+    climb(workshop, steps=["lossless", "unused", "prune"], importance="zeros", box="features", max_drop=0.01)
+    claims = [("lossless", "parent", {"claim": claim, "box": "features"}) for claim in ("proven", "data")]
+    assert workshop.asked[:3] == [*claims, ("prune", "zeros")]
+
+
+def test_products_are_of_the_layers_that_there_were():
+    """A quarter of the rank is not half of the rank of both factors."""
+    workshop = Scripted()
+
+    def propose(made, action, name, *, share):
+        workshop.asked.append((made.name, share))
+        file = artefact("safetensors", 4000 * share)
+        refused = ShapedModel(refused={"3": "another layer has the same weight"})
+        return replace(made, name=name, weights=file, artefact=file), refused
+
+    workshop.propose = propose
+    ladder, rows = climb(workshop, steps=["low_rank"], max_drop=0.01)
+    assert workshop.asked == [("parent", 0.5), ("parent", 0.25)]
+    assert ladder.now.name == "low rank 25%, tuned"
+    assert rows["low rank 50%, tuned"].refused == {"3": "another layer has the same weight"}
+
+
 def test_packed_files_are_left_out_if_a_latency_is_asked_for():
     _, rows = climb(Scripted(), steps=["low_bits", "pack"], target={"latency": 0.1})
     assert rows["low_bits"].why == rows["pack"].why == "it makes nothing faster, and a latency is asked for"
@@ -193,7 +239,7 @@ def test_too_few_weights_take_it_back_to_the_middle():
     assert rows["11.0% of the weights + 4 bits, packed"].kept  # the middle of 15 and 8 %
 
 
-@pytest.mark.parametrize(("code", "goes_on"), [("SH662", True), ("SH401", False)])
+@pytest.mark.parametrize(("code", "goes_on"), [("SH662", True), ("SH401", True), ("SH603", False)])
 def test_what_a_model_does_not_allow_is_told_and_what_ends_everything_ends_it(code, goes_on):
     workshop = Scripted()
 
@@ -208,3 +254,24 @@ def test_what_a_model_does_not_allow_is_told_and_what_ends_everything_ends_it(co
     else:
         with pytest.raises(ShoalError, match="no such operator"):
             climb(workshop, steps=["int8", "prune"])
+
+
+def rung(name, size, drop, latency=None):
+    facts = {"part": "validation", "metric": "accuracy", "samples": 100, "parent": 0.9, "changed": 0}
+    quality = Quality(**facts, value=0.9 - drop, drop=drop, drop_bound=drop, smallest_bound=0.0)
+    return RungReport(name=name, size_ratio=size, quality=quality, eager_ratio={1: latency, 64: 0.1} if latency else {})
+
+
+def test_the_front_has_what_nothing_beats_in_size_drop_and_latency():
+    rows = [
+        rung("parent", 1.0, 0.0, 1.0),
+        rung(RUNTIME, 0.9, 0.0, 0.1),
+        rung("int8", 0.3, 0.001, 0.5),
+        rung("beaten", 0.4, 0.001, 0.5),
+        rung("faster", 0.4, 0.001, 0.4),
+        rung("packed", 0.1, 0.001),
+        rung("better", 0.2, 0.0, 1.0),
+        RungReport(name="without a file"),
+    ]
+    assert [one.name for one in best_rungs(rows)] == ["packed", "better", "int8", "faster"]
+    assert best_rungs([]) == []

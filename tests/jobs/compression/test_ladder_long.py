@@ -47,6 +47,9 @@ def test_weights_of_few_bits_are_trained_and_packed(run, compressed, job_dir, fo
     assert any("of the weights" in name for name in rows)
     recipe = read_recipe(made.paths.root / "recipe.json")
     assert recipe.artefact == "model.packed"
+    chosen = rows[made.report.chosen].artefact
+    assert chosen.size_bytes == (made.paths.model / "model.packed").stat().st_size
+    assert chosen.difference > 0
     again = replay(CompressRequest(parent.paths, job_dir / "runs"), recipe, fork_server=fork_server)
     assert (again.paths.model / "model.packed").read_bytes() == (made.paths.model / "model.packed").read_bytes()
 

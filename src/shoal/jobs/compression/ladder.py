@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from shoal.errors import ErrorGroup, ShoalError
 from shoal.jobs.compression.workshop import Candidate, Show, Workshop
-from shoal.plan.compression import judge_rung, kept_shares, meets_targets, packed_share, undecidable
+from shoal.plan.compression import RUNTIME, judge_rung, kept_shares, meets_targets, packed_share, undecidable
 from shoal.spec.compression.config import CompressConfig
 from shoal.spec.compression.measured import Certificate, RungReport
 from shoal.spec.compression.steps import (
@@ -24,7 +24,9 @@ from shoal.spec.compression.steps import (
 )
 
 PRUNED_SHARES = (0.25, 0.5, 0.75)
-CANNOT_CONTINUE = ("SH401", "SH402", "SH406", "SH409", "SH603", "SH665")
+CANNOT_CONTINUE = ("SH409", "SH603", "SH665")
+"""What no other rung would do better. A smaller model on which the user's code fails is the rung's own: the parent was
+judged before all rungs."""
 
 
 class Ladder:
@@ -61,7 +63,7 @@ class Ladder:
         for step in self.workshop.first_steps:
             self.base = self._start = self.workshop.take(self.base, step)
         if set(self.config.rungs) - {"lossless", "unused"}:
-            self._attempt("runtime: onnx float32", self._runtime)
+            self._attempt(RUNTIME, self._runtime)
         acts: dict[str, Callable[[], object]] = {
             "lossless": lambda: self._lossless("proven"),
             "unused": lambda: self._lossless("data"),
@@ -79,7 +81,7 @@ class Ladder:
 
     def _runtime(self) -> None:
         """The parent in another runtime: never chosen, because nothing is compressed."""
-        self._onnx_parent = replace(self.workshop.take(self.parent, OnnxStep(bits=32)), name="runtime: onnx float32")
+        self._onnx_parent = replace(self.workshop.take(self.parent, OnnxStep(bits=32)), name=RUNTIME)
         row = self._measure(self._onnx_parent, against=self.parent)
         self._add(row.model_copy(update={"why": "reported apart: the same model in another runtime"}))
 
@@ -131,11 +133,12 @@ class Ladder:
 
     def _too_large(self, cut: Candidate) -> bool:
         """Whether 8 bits for each of its parameters would be more than the target allows, as 8 bits for those of the
-        parent were measured to take. Its training is saved."""
-        target, bits8 = self.config.target.size, next((one for one in self.rungs if one.name == "int8"), None)
+        whole model were measured to take. Its training is saved."""
+        target = self.config.target.size
+        bits8 = next((one for one in self.rungs if one.name.endswith("int8") and one.size_ratio), None)
         if target is None or bits8 is None or bits8.size_ratio is None:
             return False
-        return bits8.size_ratio * cut.parameters / self.parent.parameters > target
+        return bits8.size_ratio * cut.parameters / bits8.parameters > target
 
     def _with_norms(self) -> Candidate:
         """What pruning starts from: batch norms are folded after the tuning, because training needs them."""
@@ -239,10 +242,13 @@ class Ladder:
         return self.config.tune.teacher and self.workshop.job.shape is None
 
     def _low_rank(self) -> None:
+        """Half and a quarter of the ranks, both of the layers that there are now: a product of products is another
+        thing."""
+        start = self.base
         for share in (0.5, 0.25):
-            cut, _ = self.workshop.propose(self.base, "low_rank", f"low rank {share:.0%}", share=share)
+            cut, facts = self.workshop.propose(start, "low_rank", f"low rank {share:.0%}", share=share)
             made = replace(self.workshop.tune(cut, self._tuning()), name=f"low rank {share:.0%}, tuned")
-            if not self._consider_base(made) or self.done:
+            if not self._consider_base(made, refused=facts.refused) or self.done:
                 return
 
     # ---- measuring and deciding ----

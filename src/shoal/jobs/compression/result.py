@@ -16,7 +16,7 @@ from shoal.events import EventWriter, load_state
 from shoal.jobs.compression.workshop import Candidate, Workshop
 from shoal.jobs.receipt import make_receipt
 from shoal.jobs.run_health import write_receipt
-from shoal.plan.compression import latency_ratio
+from shoal.plan.compression import best_rungs, latency_ratio
 from shoal.spec.compression.answers import ExportFacts
 from shoal.spec.compression.config import CompressConfig
 from shoal.spec.compression.measured import REPORT, CompressionReport, Recipe, RungReport
@@ -125,10 +125,11 @@ def points_csv(report: CompressionReport) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(
-        ["rung", "size_bytes", "size_ratio", "latency_1", "latency_64", "metric", "drop", "drop_bound", "kept"]
+        ["rung", "size_bytes", "size_ratio", "latency_1", "latency_64", "metric", "drop", "drop_bound", "kept", "front"]
     )
+    front = best_rungs(report.rungs)
     for one in report.rungs:
-        rows.writerow([one.name, *_measured(one), int(one.kept)])
+        rows.writerow([one.name, *_measured(one), int(one.kept), int(one in front)])
     return text.getvalue()
 
 
@@ -140,7 +141,8 @@ def _measured(one: RungReport) -> list[Any]:
 
 
 def plot_svg(report: CompressionReport) -> str:
-    """Size against drop: a point per rung with its bound as a line, filled if it was kept; the label is its latency."""
+    """Size against drop: a point per rung with its bound as a line, filled if it was kept; the label has its latency.
+    The rungs of the Pareto front are orange and joined."""
     rows = [one for one in report.rungs if one.size_ratio and one.quality]
     low = min((math.log10(one.size_ratio or 1) for one in rows), default=-1.0)
     high = max((one.quality.drop_bound for one in rows if one.quality), default=0.01)
@@ -151,15 +153,22 @@ def plot_svg(report: CompressionReport) -> str:
         '<text x="300" y="412">size, as a share of the parent (logarithmic)</text>',
         '<text x="8" y="16">drop, and its 95 % bound</text>',
     ]
+
+    def place(one: RungReport, value: float) -> tuple[float, float]:
+        x = 60 + 480 * (1 - math.log10(one.size_ratio or 1) / min(low, -0.01))
+        return x, 30 + 350 * (high - value) / max(high - bottom, 1e-9)
+
+    front = best_rungs(rows)
+    joined = " ".join(f"{x:.0f},{y:.0f}" for x, y in (place(one, one.quality.drop) for one in front if one.quality))
+    parts.append(f'<polyline points="{joined}" stroke="#e76f51" fill="none"/>')
+    parts.append('<text x="480" y="16" fill="#e76f51">orange: nothing is smaller, faster and better</text>')
     for one in rows:
         assert one.quality is not None
-        x = 60 + 480 * (1 - math.log10(one.size_ratio or 1) / min(low, -0.01))
-        y, top = (
-            30 + 350 * (high - value) / max(high - bottom, 1e-9) for value in (one.quality.drop, one.quality.drop_bound)
-        )
+        (x, y), (_, top) = place(one, one.quality.drop), place(one, one.quality.drop_bound)
+        stroke = "#e76f51" if one in front else "#26a"
         fill = "#26a" if one.kept else "white"
         parts.append(f'<line x1="{x:.0f}" y1="{y:.0f}" x2="{x:.0f}" y2="{top:.0f}" stroke="#999"/>')
-        parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="5" stroke="#26a" fill="{fill}"/>')
+        parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="5" stroke="{stroke}" fill="{fill}"/>')
         parts.append(f'<text x="{x + 8:.0f}" y="{y + 4:.0f}">{html.escape(_label(one))}</text>')
     return "\n".join([*parts, "</svg>", ""])
 

@@ -31,13 +31,20 @@ from shoal.compression.lossless import FoundCut, cut_from_box, cut_from_samples,
 from shoal.compression.measure import measure_in_turns
 from shoal.compression.onnx_files import Ranges, export_onnx, observe_ranges, quantise_onnx
 from shoal.compression.packed_file import write_packed
-from shoal.compression.shape import CONVOLUTIONS, apply_steps, count_parameters, dense_steps, plain_state
+from shoal.compression.shape import (
+    CONVOLUTIONS,
+    apply_steps,
+    count_parameters,
+    dense_steps,
+    low_rank_step,
+    plain_state,
+)
 from shoal.data.fitted import Fitted
-from shoal.errors import error
+from shoal.errors import describe_exception, error
 from shoal.events import EventWriter
 from shoal.lanes.torch_setup import prepare_torch
 from shoal.spec.compression.measured import Certificate, ModelFile, ShapedModel
-from shoal.spec.compression.steps import LowRankStep, ShapeStep
+from shoal.spec.compression.steps import ShapeStep
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths
 from shoal.train.compression.quality import judge
@@ -215,9 +222,7 @@ def prune(subject: Subject, *, file: Any, out: str, remove: float, importance: s
     else:
         found = scores_of(_joined_scores(subject, parts), model, groups.found, importance)
     cut = cut_least(groups.found, found, remove=remove)
-    with torch.no_grad():  # the user's own code must accept the shape
-        small, inputs = subject.plain(apply_steps(copy.deepcopy(model), [cut]), next(subject.train_batches(2)).inputs)
-        small(*inputs)
+    _check_shape(subject, apply_steps(copy.deepcopy(model), [cut]))
     return _shaped(subject, model_file, [cut], out, refused=dict(groups.refused))
 
 
@@ -229,16 +234,23 @@ def _mean_loss(loss: Any) -> torch.Tensor:
 def low_rank(subject: Subject, *, file: Any, out: str, share: float) -> dict[str, Any]:
     """Dense layers as products, where that has fewer weights."""
     model_file = _file(file)
-    ranks = {}
-    for name, layer in subject.model(model_file).named_modules():
-        if isinstance(layer, nn.Linear):
-            rows, columns = layer.weight.shape
-            rank = max(int(min(rows, columns) * share), 1)
-            if rank * (rows + columns) < rows * columns:
-                ranks[name] = rank
-    if not ranks:
+    model = subject.model(model_file)
+    step, refused = low_rank_step(model, share)
+    if step is None:
         raise error("SH662", "no dense layer becomes smaller as a product", where="low_rank")
-    return _shaped(subject, model_file, [LowRankStep(layers=ranks)], out)
+    _check_shape(subject, apply_steps(model, [step]))
+    return _shaped(subject, model_file, [step], out, refused=refused)
+
+
+def _check_shape(subject: Subject, model: nn.Module) -> None:
+    """SH662 if the user's own code does not accept the shape."""
+    try:
+        with torch.no_grad():
+            plain_model, inputs = subject.plain(model, next(subject.train_batches(2)).inputs)
+            plain_model(*inputs)
+    except Exception as failure:
+        what = describe_exception(failure)
+        raise error("SH662", f"the model's code does not accept the shape: {what}", where="shape") from failure
 
 
 def zero(subject: Subject, *, file: Any, out: str, keep: dict[str, float]) -> dict[str, Any]:
