@@ -1,5 +1,6 @@
 """The engine with agents: real agents and processes on this machine that share nothing but the test's files."""
 
+import contextlib
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from shoal.fleet.agents.host_agent import SCRATCH_PREFIX, remove_stale_directori
 from shoal.fleet.engine import Node
 from shoal.fleet.engines.agents import AgentEngine
 from shoal.fleet.engines.host_link import AgentHost
+from shoal.fleet.engines.host_use import HostUse
 from shoal.fleet.engines.make import apart_hosts, explain_agent
 from shoal.fleet.forkserver import ForkServer
 from shoal.spec.run_paths import RunPaths
@@ -81,6 +83,27 @@ def test_seats_are_spread_over_the_hosts_and_their_output_comes_back(engine, tmp
     assert sorted(log.split()[3] for log in logs) == ["machine-0", "machine-1"]
     assert [log.split()[2] for log in logs] == ["worker-0", "worker-1"]
     assert (tmp_path / "logs" / "worker-1.err").read_text() == "a warning\n"
+
+
+def test_two_runs_use_both_hosts_if_they_know_of_each_other(fork_server, tmp_path):
+    """Each run alone would begin on the first host, and the second host would have nothing to do."""
+    use = HostUse()
+    runs = [RunPaths(tmp_path / name) for name in ("a", "b")]
+    with contextlib.ExitStack() as stack:
+        made = [AgentEngine(apart_hosts(2, fork_server), paths, host_use=use) for paths in runs]
+        for seat, engine in enumerate(made):
+            stack.callback(engine.close)
+            engine.start([launch(seat, "wait")])
+            while not runs[seat].log(seat, "worker").exists():
+                assert not engine.poll(1.0)
+        logs = [paths.log(seat, "worker").read_text() for seat, paths in enumerate(runs)]
+        assert sorted(log.split()[3] for log in logs) == ["machine-0", "machine-1"]
+        made[0].stop([0])
+        collect_exits(made[0], 1)
+        made[0].start([launch(7, "0")])
+        collect_exits(made[0], 1)
+        assert runs[0].log(7, "worker").read_text().split()[3] == logs[0].split()[3], "the place is free again"
+    assert [use.processes(f"machine-{n}") for n in (0, 1)] == [0, 0], "closed engines have given their places back"
 
 
 def test_the_loss_of_an_agent_ends_its_seats_and_no_others(engine, tmp_path):
@@ -172,7 +195,7 @@ def ready(torch):
 @pytest.mark.parametrize(
     ("scripts", "told"),
     [
-        ([ready("2.13.0"), ready("2.12.1")], "SH654.*differ: torch 2.13.0 and 2.12.1"),
+        ([ready("2.13.0"), ready("2.12.1")], "SH654.*differ: torch (2.13.0 and 2.12.1|2.12.1 and 2.13.0)"),
         ([ready("2.13.0"), "echo no such thing >&2; exit 3"], "SH629.*exit code 3: no such thing"),
         (["echo garbage; exit 0"], "SH629"),
         (["""echo '{"kind":"shoal-agent","protocol":99}'; sleep 100"""], "version"),

@@ -9,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
+from shoal.jobs.queue.access_tokens import TokenFile
+from shoal.jobs.queue.queue_file import QueuePaths
+from shoal.jobs.queue.queue_store import QueueStore
 from shoal.jobs.remote import code_archive
 from shoal.jobs.remote.code_archive import archive_name, find_code, pack_code
+from shoal.jobs.run_index import list_summaries
+from shoal.spec.run_paths import RunPaths
+from shoal.storage.tags import change_tags
+from shoal.storage.trash import move_to_trash
 
 
 def write(root, **files):
@@ -36,6 +43,19 @@ def test_runs_environments_and_caches_stay_here(tmp_path):
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__" / "x.pyc").touch()
     assert find_code(tmp_path) == ["model.py"]
+
+
+def test_what_shoal_keeps_beside_runs_stays_here(tmp_path):
+    """Tokens and the queue are of this machine."""
+    runs = tmp_path / "runs"
+    write(tmp_path, modelDOTpy="", runs__a__jobDOTyaml="", runs__a__eventsDOTjsonl='{"t":1,"kind":"run_started"}\n')
+    with QueueStore(QueuePaths.of(runs)):
+        TokenFile(runs).create("ann", role="read", runs=[], expires_t=None)
+        change_tags(runs, "a", add=["good"])
+        list_summaries(runs)
+        move_to_trash(RunPaths.at(runs / "a"), runs)
+        assert find_code(tmp_path) == ["model.py"]
+    assert set(os.listdir(runs)) >= {".queue", ".trash", ".tags.json", ".web-tokens.json"}
 
 
 def test_links_and_special_files(tmp_path):

@@ -13,9 +13,13 @@ from shoal.collectives.transport.bandwidth import measure_loopback
 from shoal.errors import JobError
 from shoal.jobs import planner
 from shoal.jobs.probes import run_probe
+from shoal.jobs.queue import client
+from shoal.jobs.queue.queue_file import QueuePaths
+from shoal.jobs.queue.queue_store import QueueStore
 from shoal.plan.costs.inputs import PlanRequest, job_choice, read_measured
 from shoal.plan.costs.model import RunChoice
-from shoal.spec.load import make_job
+from shoal.plan.queueing.needs import speed_key
+from shoal.spec.load import make_job, save_job
 from tests.conftest import CNN, MLP
 
 LAN = {"latency_s": 2e-4, "bytes_s": 125e6}
@@ -145,6 +149,27 @@ def test_a_plan_names_one_way_and_all_reasons(job_dir, fork_server):
             changed = job_choice(job(job_dir, **(own | row["settings"])))
             wanted = [row["choice"][name] for name in ("sync", "codec", "threads", "servers")]
             assert [changed.sync, changed.codec, changed.threads, changed.servers] == wanted
+
+
+def test_a_plan_is_kept_for_the_queue(job_dir):
+    """Speeds of the job as it is: other codecs, threads and ways to agree are not its own."""
+    made = job(job_dir, workers="1..2", lanes=2)
+    save_job(made, job_dir / "job.yaml")
+    done = shoal("plan", "job.yaml", "--json", cwd=job_dir)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    own = {r["choice"]["workers"]: 1 / r["step_s"] for r in rows if set(r["settings"]) == {"workers"}}
+    with QueueStore(QueuePaths.of(job_dir / "runs"), create=False) as store:
+        kept = store.planned_speeds(speed_key(made))
+    assert kept == pytest.approx(own)
+    assert set(kept) == {1, 2}
+
+
+def test_a_plan_without_a_place_for_the_queue_is_no_error(job_dir):
+    (job_dir / "runs").mkdir()
+    (job_dir / "runs" / ".queue").write_text("")
+    said = client.keep_planned_speeds(job_dir / "runs", job(job_dir), {1: 10.0})
+    assert said.startswith("The queue does not learn these speeds: ")
 
 
 def test_more_hosts_than_workers_are_refused(job_dir):

@@ -1,4 +1,7 @@
-"""`shoal predict`: a row for each row of new data, the same bytes on any number of processes."""
+"""A trained model: predictions, copies and other formats.
+
+`shoal predict` writes a row for each row of new data, the same bytes on any number of processes.
+"""
 
 import shutil
 import subprocess
@@ -10,6 +13,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import shoal
 from shoal.errors import ShoalError
@@ -17,6 +21,8 @@ from shoal.jobs.predictions import predict, unlabelled_source
 from shoal.spec.load import make_job
 from shoal.storage.export import export
 from tests.conftest import MLP
+from tests.fixtures import user_data
+from tests.jobs.past_run import call_verb
 
 LETTERS = MLP | {
     "model": {"name": "models.py:mlp", "args": {"inputs": 3, "classes": 2}},
@@ -48,6 +54,7 @@ def _new_rows(count):
     return [tuple(rng.normal(size=3).round(3)) for _ in range(count)]
 
 
+@pytest.mark.compat_row("predictions of unlabelled data", "works", how="`shoal predict RUN --data new.csv --workers 2`")
 def test_a_row_for_each_row_in_the_same_bytes(trained, job_dir, fork_server):
     """The new table has no target, its columns in another order, and one more."""
     rows = _new_rows(47)
@@ -97,7 +104,73 @@ def test_sources_lose_their_target(job_dir):
     arrays = {"kind": "npz", "path": "a.npz", "inputs": "x", "target": "y"}
     np.savez(job_dir / "a.npz", x=np.zeros((4, 3)), y=np.zeros(4))
     job = make_job(LETTERS | {"data": {"source": arrays, "split": "holdout"}}, base_dir=job_dir)
-    assert unlabelled_source(job, "b.npz", None)["target"] is None
+    assert unlabelled_source(job, "b.npz")["target"] is None
+
+
+def test_new_rows_are_encoded_as_those_of_the_training(run, job_dir, fork_server):
+    """Weights, categories and gaps: the new table has its columns in another order, and an unknown city."""
+    rng = np.random.default_rng(1)
+    cities = ["Oslo", "Rome"]
+    rows = [(i % 4, "" if i % 5 == 0 else i, cities[i % 2], "eel" if rng.random() < 0.5 else "cod") for i in range(60)]
+    _write(job_dir / "train.csv", "weight,a,city,kind", rows)
+    source = LETTERS["data"]["source"] | {
+        "encode": {"city": "onehot"},
+        "missing": {"a": "mean", "city": "unknown"},
+    }
+    outcome = run(LETTERS, data={"source": source, "split": "holdout", "weight": "weight"})
+    assert outcome.status == "finished", outcome.error
+    _write(job_dir / "new.csv", "city,weight,a", [("Rome", 7, 2), ("Bonn", 7, ""), ("Oslo", 7, 50)])
+    outs = [job_dir / f"{workers}.parquet" for workers in (1, 2)]
+    for workers, out in enumerate(outs, start=1):
+        predict(outcome.paths, data=str(job_dir / "new.csv"), out=out, workers=workers, fork_server=fork_server)
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    mean = float(np.mean([row[1] for row in rows if row[1] != ""]))
+    with torch.no_grad():
+        encoded = torch.tensor([[2, 0, 1], [mean, 0, 0], [50, 1, 0]])
+        wanted = shoal.load(outcome.paths.root)(encoded).softmax(1)
+    torch.testing.assert_close(torch.tensor(parquet.read_table(outs[0])["probabilities"].to_pylist()), wanted)
+
+
+@pytest.mark.compat_row("predictions of unlabelled data", "works", how="`shoal predict RUN --data new.csv --workers 2`")
+def test_images_without_labels(run, job_dir, fork_server):
+    """They lie in one directory, whose name is no class; each row names its file."""
+    pillow = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(3)
+
+    def paint(name):
+        (job_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        pillow.fromarray(rng.integers(0, 255, (8, 8), dtype=np.uint8)).save(job_dir / name)
+
+    for number in range(24):
+        paint(f"pictures/{'cat' if number % 2 else 'dog'}/{number}.png")
+    new = [f"new/{number}.png" for number in range(7)]
+    for name in new:
+        paint(name)
+    source = {"kind": "images", "path": "pictures", "channels": 1}
+    model = {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 2}}
+    data = {"source": source, "split": "holdout", "transform": "user_data.py:flat"}
+    outcome = run(LETTERS, model=model, data=data, batch_size=4, steps=3)
+    assert outcome.status == "finished", outcome.error
+    outs = [job_dir / f"{workers}.parquet" for workers in (1, 2)]
+    for workers, out in enumerate(outs, start=1):
+        predict(outcome.paths, data=str(job_dir / "new"), out=out, workers=workers, fork_server=fork_server)
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    table = parquet.read_table(outs[0]).to_pydict()
+    assert table["path"] == [str(job_dir / name) for name in new]
+    assert set(table["prediction"]) <= {"cat", "dog"}
+
+
+def test_samples_of_different_lengths_are_collated_as_in_training(run, job_dir, fork_server):
+    source = {"kind": "python", "factory": "user_data.py:Sequences", "collate": "user_data.py:pad"}
+    outcome = run(LETTERS, model="user_data.py:MeanOfWords", data={"source": source, "split": "holdout"})
+    assert outcome.status == "finished", outcome.error
+    out = job_dir / "out.parquet"
+    found = predict(outcome.paths, data="user_data.py:Sequences", out=out, workers=2, fork_server=fork_server)
+    assert found.samples == 120
+    first = user_data.pad([user_data.Sequences()[0]])[:2]
+    with torch.no_grad():
+        wanted = shoal.load(outcome.paths.root)(*first).softmax(1)[0]
+    torch.testing.assert_close(torch.tensor(parquet.read_table(out)["probabilities"][0].as_py()), wanted)
 
 
 @pytest.mark.long
@@ -118,6 +191,52 @@ def test_a_copied_model_directory_loads_alone(trained, job_dir, tmp_path_factory
     assert said.stdout.split() == ["Sequential", "False", str(wanted)], said.stderr
 
 
+OWN = """
+from torch import nn
+
+from parts.blocks import block
+
+
+class Own(nn.Module):
+    def __init__(self, inputs):
+        super().__init__()
+        self.body = block(inputs)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def describe(self):
+        return "mine"
+"""
+
+
+@pytest.mark.long
+@pytest.mark.compat_row("a copied `model/` directory", "works", how="`shoal.load(directory)`: your own class")
+def test_a_model_of_a_class_of_ones_own_comes_back_as_that_class(run, job_dir, tmp_path_factory):
+    """Its file imports a module of a directory beside it: that travels with the model."""
+    (job_dir / "own.py").write_text(OWN)
+    (job_dir / "parts").mkdir()
+    (job_dir / "parts" / "blocks.py").write_text(
+        "from torch import nn\n\n\ndef block(inputs):\n    return nn.Sequential(nn.Linear(inputs, 8), nn.ReLU())\n"
+    )
+    outcome = run(MLP, model={"name": "own.py:Own", "args": {"inputs": 64}}, steps=3, evaluate={"every_steps": 3})
+    assert outcome.status == "finished", outcome.error
+    here = shoal.load(outcome.paths.root)
+    assert (type(here).__name__, here.describe()) == ("Own", "mine")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    shutil.copytree(outcome.paths.model, elsewhere / "model")
+    wanted = here(torch.ones(1, 64)).sum().item()
+    shutil.move(job_dir, f"{job_dir}-away")
+    program = (
+        "import shoal, torch\n"
+        "model = shoal.load('model')\n"
+        "print(type(model).__name__, model.describe(), model(torch.ones(1, 64)).sum().item())\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], cwd=elsewhere, capture_output=True, text=True)
+    assert said.stdout.split() == ["Own", "mine", str(wanted)], said.stderr
+
+
 def test_what_is_no_model_directory(tmp_path):
     (tmp_path / "model.json").write_text("[]")
     with pytest.raises(ShoalError) as refused:
@@ -126,6 +245,23 @@ def test_what_is_no_model_directory(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.compat_row("ONNX, `torch.export`, safetensors", "works", how="`shoal export RUN --format onnx`")
+def test_the_verbs(trained, job_dir, capsys, monkeypatch):
+    runs = trained.root.parent
+    _write(job_dir / "new.csv", "a,b,c", _new_rows(1))
+    out, weights = job_dir / "out.parquet", job_dir / "w.safetensors"
+    words = ("predict", trained.name, "--data", job_dir / "new.csv", "--out", out, "--workers", 2, "--runs", runs)
+    assert call_verb(capsys, monkeypatch, *words)[:2] == (0, f"1 prediction: {out}\n")
+    assert parquet.read_table(out).num_rows == 1
+    words = ("export", trained.name, "--format", "safetensors", "--out", weights, "--runs", runs)
+    assert call_verb(capsys, monkeypatch, *words)[:2] == (0, f"{weights}\n")
+    own, found = shoal.load(trained.root).state_dict(), load_file(weights)
+    assert own.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in own.items())
+
+
+@pytest.mark.long
+@pytest.mark.compat_row("ONNX, `torch.export`, safetensors", "works", how="`shoal export RUN --format onnx`")
 @pytest.mark.parametrize("kind", ["onnx", "pt2"])
 def test_exported_models_compute_the_same(trained, job_dir, kind):
     target = job_dir / f"model.{kind}"
@@ -144,6 +280,7 @@ def test_exported_models_compute_the_same(trained, job_dir, kind):
 
 
 @pytest.mark.long
+@pytest.mark.compat_row("`--format hf` of a plain model", "refused SH810")
 def test_a_plain_model_has_no_form_of_hugging_face(trained, job_dir):
     with pytest.raises(ShoalError) as refused:
         export(trained, "hf", job_dir / "saved")

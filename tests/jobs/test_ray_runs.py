@@ -18,6 +18,7 @@ from tests.conftest import MLP
 from tests.fleet.ray_nodes import ENVIRONMENT, ray_nodes
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import assert_same, reference_receipt
+from tests.jobs.search.other_engine import assert_same_search
 
 pytestmark = [
     pytest.mark.ray,
@@ -76,6 +77,10 @@ def test_the_same_bits_through_a_kill(run, job_dir, cluster, engine):
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, LONGER))
     assert outcome.receipt.deaths_survived == 1
+
+
+def test_a_search_on_ray_decides_and_finds_the_same(job_dir, fork_server, engine):
+    assert_same_search(engine, job_dir, fork_server)
 
 
 def test_a_drained_node_is_a_planned_leave_and_a_dead_one_is_survived(run, job_dir, cluster, engine):

@@ -17,6 +17,7 @@ from tests.conftest import MLP
 from tests.fleet.slurm_cluster import SLURM, slurm_cluster
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import assert_same, reference_receipt
+from tests.jobs.search.other_engine import assert_same_search
 
 is_root = os.getuid() == 0
 pytestmark = [
@@ -69,6 +70,10 @@ def test_the_same_bits_through_a_kill_with_a_job_per_worker(run, job_dir, cluste
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, LONGER))
     assert outcome.receipt.deaths_survived == 1
+
+
+def test_a_search_on_slurm_decides_and_finds_the_same(job_dir, fork_server, cluster):
+    assert_same_search(ENGINE, job_dir, fork_server)
 
 
 def test_a_cancelled_job_is_a_planned_leave_and_is_replaced(run, job_dir, cluster):

@@ -12,6 +12,7 @@ from tests.conftest import MLP
 from tests.fleet.ssh_server import SSHD, ssh_server
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import assert_same, fault_script, fired_faults, reference_receipt
+from tests.jobs.search.other_engine import assert_same_search
 
 pytestmark = [pytest.mark.ssh, pytest.mark.skipif(SSHD is None, reason="no sshd: tools/install_sshd.sh")]
 SMALL = MLP | {"steps": 400, "evaluate": {"every_steps": 100}, "checkpoint": {"every": "50 steps"}}
@@ -56,6 +57,11 @@ def test_the_same_bits_through_a_kill_over_ssh(run, job_dir, engine):
     outcome = run(SMALL, workers=2, engine=named, watchers=faults)
     assert fired_faults(job_dir) == {"kill worker 1 at step 7"}
     assert_same(outcome, reference_receipt(run, SMALL))
+    wait_for_no_agent()
+
+
+def test_a_search_on_ssh_decides_and_finds_the_same(job_dir, fork_server, engine):
+    assert_same_search(engine, job_dir, fork_server)
     wait_for_no_agent()
 
 

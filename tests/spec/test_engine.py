@@ -1,5 +1,7 @@
 """The engine section: hosts, a hostfile, and what does not go with workers apart."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from shoal.spec.engine import (
     parse_ports,
 )
 from shoal.spec.load import load_job, make_job, save_job
+from shoal.spec.remote.engine_option import parse_engine
 from shoal.spec.remote.hostfile import parse_hostfile
 from tests.conftest import MLP
 
@@ -149,3 +152,42 @@ def test_a_range_of_ports():
     for text in ("40000", "2-1", "0-5", "1-65536", "a-b", "-1-5"):
         with pytest.raises(ValidationError, match="range of ports"):
             NetworkConfig(ports=text)
+
+
+def test_an_option_names_an_engine_by_kind_by_fields_or_by_a_file(tmp_path):
+    assert parse_engine("ray") == RayEngineConfig(kind="ray")
+    inline = parse_engine("{kind: ssh, hosts: [a, {host: b, seats: 2}]}")
+    assert inline == SshEngineConfig(kind="ssh", hosts=["a", {"host": "b", "seats": 2}])
+    (tmp_path / "hosts").write_text("a\nb slots=2\n")
+    (tmp_path / "cluster.yaml").write_text("kind: ssh\nhostfile: hosts\n")
+    assert parse_engine(str(tmp_path / "cluster.yaml")) == inline, "the hostfile lies beside the file that names it"
+    (tmp_path / "job.yaml").write_text("name: digits\nengine: {apart: true, machines: 2}\n")
+    assert parse_engine(str(tmp_path / "job.yaml")) == LocalEngineConfig(apart=True, machines=2)
+    (tmp_path / "short.yaml").write_text("engine: slurm\n")
+    assert parse_engine(str(tmp_path / "short.yaml")) == SlurmEngineConfig(kind="slurm")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("warp", "SH609 --engine: there is no engine 'warp'"),
+        ("sssh", "Did you mean 'ssh'?"),
+        ("machines", "SH609 --engine: there is no engine 'machines'"),
+        ("{kind: machines, daemon: x}", "SH609 --engine: there is no engine 'machines'"),
+        ("ssh", "give `hosts` or `hostfile`, one of the two"),
+        ("{kind: ssh, hosts: [a], seat: 3}", "--engine engine.seat"),
+        ("{kind: ssh, hostfile: nowhere}", "nowhere cannot be read"),
+        ("{kind: ssh", "--engine"),
+        ("nowhere.yaml", "nowhere.yaml"),
+    ],
+)
+def test_a_bad_engine_option_is_told(text, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ShoalError, ErrorGroup), match=re.escape(told)):
+        parse_engine(text)
+
+
+def test_a_bad_field_of_an_engine_file_is_told_with_its_line(tmp_path):
+    (tmp_path / "cluster.yaml").write_text("kind: ssh\nhosts: [a]\nseats: 3\n")
+    with pytest.raises(ErrorGroup, match=r"cluster\.yaml:3 "):
+        parse_engine(str(tmp_path / "cluster.yaml"))

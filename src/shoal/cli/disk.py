@@ -107,6 +107,7 @@ def archive(
     runs: Runs = RUNS,
 ) -> None:
     """Copy a run to a URL, read it back and compare; `shoal fetch` brings it back."""
+    from shoal.errors import plural
     from shoal.jobs import run_dir
     from shoal.storage.archive import archive_run
     from shoal.storage.trash import move_to_trash
@@ -114,7 +115,7 @@ def archive(
 
     paths = run_dir.find(run, runs)
     made = archive_run(paths, to, show=output.print_lines)
-    told = f"{formatting.count(len(made.files))} files, {formatting.size(made.size_bytes)}"
+    told = f"{plural(len(made.files), 'file')}, {formatting.size(made.size_bytes)}"
     output.print_lines(f"{paths.name} is at {to.rstrip('/')}/{paths.name}: {told}, each read back and compared")
     if free:
         move_to_trash(paths, runs)

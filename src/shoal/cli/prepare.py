@@ -61,6 +61,7 @@ def plan(
 ) -> None:
     """How to run a job: measures it here, and predicts what workers, servers, codecs and threads would do."""
     from shoal.jobs import planner, run_dir
+    from shoal.jobs.queue import client
     from shoal.plan.costs import units
     from shoal.plan.costs.inputs import PlanRequest
     from shoal.terminal import hints, plan_report
@@ -77,11 +78,13 @@ def plan(
         speeds=each,
     )
     planned = planner.plan(run_dir.resolve_init_from(checked, runs), wanted)
+    not_kept = client.keep_planned_speeds(runs, checked, planned.speeds)
     if as_json:
         output.print_json(planned.to_json_data())
     else:
         command = shlex.join(["shoal", "run", str(job), *(word for one in sets for word in ("--set", one))])
         plan_report.print_plan(output.console(), planned, command=command, show_all=every)
+        output.print_lines(*filter(None, [not_kept]))
 
 
 def split(

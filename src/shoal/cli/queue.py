@@ -127,7 +127,9 @@ def up(
         list[str], typer.Option(help="At most so many cores for a user: --quota ann=4", show_default=False)
     ] = NO_OVERRIDES,
     policy: Annotated[str, typer.Option(help="How the machine is divided: elastic or first-come.")] = "elastic",
-    engine: Annotated[str, typer.Option(help="Run all jobs with this engine.", show_default=False)] = "",
+    engine: Annotated[
+        str, typer.Option(help="Run all jobs with this engine: ray, or a YAML file with it.", show_default=False)
+    ] = "",
     listen: Annotated[
         str, typer.Option(help="ADDRESS:PORT for users and machines of the network.", show_default=False)
     ] = "",
@@ -141,6 +143,7 @@ def up(
     from shoal.errors import error
     from shoal.jobs.queue import client, serve
     from shoal.jobs.queue.clusters import Listening
+    from shoal.spec.remote.engine_option import parse_engine
     from shoal.web.beside import page_beside
 
     if engine and listen:
@@ -151,7 +154,11 @@ def up(
     listening = Listening(listen, tls) if listen else None
     with page_beside(runs) if web else contextlib.nullcontext():
         serve.serve(
-            runs, policy=policy, engine=serve.parse_engine(engine), listening=listening, show=output.print_lines
+            runs,
+            policy=policy,
+            engine=parse_engine(engine) if engine else None,
+            listening=listening,
+            show=output.print_lines,
         )
 
 

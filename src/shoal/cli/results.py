@@ -126,15 +126,15 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """What a run's model says of new data: a row for each row, in the same order."""
+    from shoal.errors import plural
     from shoal.jobs import run_dir
     from shoal.jobs.predictions import predict as write
-    from shoal.terminal import formatting
 
     found = write(run_dir.find(run, runs), data=data, out=out, workers=workers, best=best)
     if as_json:
         output.print_json({"out": str(found.out), "samples": found.samples, "deaths_survived": found.deaths_survived})
         return
-    output.print_lines(f"{formatting.count(found.samples)} predictions: {found.out}")
+    output.print_lines(f"{plural(found.samples, 'prediction')}: {found.out}")
 
 
 def logs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -85,6 +85,19 @@ class PlanResult:
         it, times = least.prediction.choice, least.prediction.epoch_s / pick.epoch_s
         workers = plural(it.workers, "worker")
         return [f"{said} Cheapest: {workers}, {it.name}: {saved:.0%} less, and {times:.3g} times as long."]
+
+    @property
+    def speeds(self) -> dict[int, float]:
+        """Steps per second on this machine by number of workers, if nothing else of the job is changed. With
+        `sync: auto`: in the fastest way that is allowed."""
+        own, found = self.job_choice, dict[int, float]()
+        for row in self.plan.candidates:  # from fast to slow
+            choice = row.prediction.choice
+            same = replace(choice, workers=own.workers) == own
+            may = self.sync_is_auto and row.allowed and choice.hosts == 1 and choice.threads == own.threads
+            if row.feasible and (same or may):
+                found.setdefault(choice.workers, 1 / row.prediction.step_s)
+        return found
 
     def job_overrides(self, choice: RunChoice) -> dict[str, Any]:
         """The fields of the job that this choice changes, besides `workers`."""

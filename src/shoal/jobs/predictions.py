@@ -57,8 +57,8 @@ def predict(
     arguments = {
         "weights": weights,
         "rows": rows,
-        "source": unlabelled_source(job, data, info.get("input_columns")),
-        "fitted": {name: info.get(name) for name in ("classes", "encoders")},
+        "source": unlabelled_source(job, data),
+        "fitted": {name: info.get(name) for name in ("classes", "encoders", "input_columns")},
     }
     _check_out(out)
     with ExitStack() as stack:
@@ -74,18 +74,17 @@ def predict(
     return Predicted(out, int(answers[0][0]["samples"]), sum(deaths for _, deaths in answers))
 
 
-def unlabelled_source(job: Job, data: str, input_columns: Any) -> dict[str, Any]:
-    """The job's source with other data, without its target, and with the columns that the model was trained on."""
+def unlabelled_source(job: Job, data: str) -> dict[str, Any]:
+    """The job's source with other data, without its target. For a `python` source, `data` names another dataset."""
     if not data:
         raise error("SH812", "no data is given", where="--data")
     if job.data.source.kind == "python":
-        return {"kind": "python", "factory": {"name": data}}
+        kept = job.data.source.model_dump(mode="json", include={"kind", "collate"})
+        return {**kept, "factory": {"name": data}}
     source = run_index.source_override(job, data, "")
     assert source is not None
     for field in ("target", "target_as", "labels"):
         source.pop(field, None)
-    if source["kind"] in ("csv", "parquet") and isinstance(input_columns, list):
-        source["inputs"] = input_columns
     return {**source, "target": None} if source["kind"] == "npz" else source
 
 

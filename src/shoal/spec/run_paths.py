@@ -9,6 +9,11 @@ from pathlib import Path
 
 from shoal.spec.view import Role
 
+BESIDE_RUNS = frozenset(
+    (".queue", ".trash", ".index.json", ".tags.json", ".tags.lock", ".web-tokens.json", ".web-tokens.lock")
+)
+"""What Shoal keeps beside the runs. None of it is sent to other machines: it has tokens, and whoever opens and closes
+the file of a queue in the process of its daemon takes SQLite's locks from it."""
 SEAT_LOCK = re.compile(r"\.seat-(\d{1,9})\.(worker|server)\.lock")
 """The name of a seat's lock: number and role."""
 

@@ -319,6 +319,25 @@ def test_a_job_that_waits_has_its_declared_steps_and_the_speed_of_a_running_job_
     tick_until(served, lambda: state_of(store, 1) == "cancelled")
 
 
+def test_a_job_that_was_planned_has_those_speeds_until_its_own_are_known(store, job, serve):
+    """Where a run has measured one number of workers, the plan's other numbers are scaled to it."""
+    planned = job(steps=10**6, workers="1..4")
+    store.submit([planned], user="ann")
+    client.keep_planned_speeds(store.paths.runs, job(name="other", steps=5), {1: 10.0, 2: 18.0, 4: 30.0})
+    policy = Chosen()
+    policy.shares = {1: 1}
+    served = serve(policy)
+    served.tick()
+    assert policy.facts[1].speeds == {1: 10.0, 2: 18.0, 4: 30.0}
+    client.keep_planned_speeds(store.paths.runs, planned, {1: 10.0, 2: 20.0})  # planned anew while it runs
+    tick_until(served, lambda: policy.facts[1].speeds[1] != 10.0)
+    own = policy.facts[1].speeds
+    assert own[2] == pytest.approx(2 * own[1])
+    assert 4 not in own, "the newer plan replaces the older one"
+    store.apply(1, transitions.request_cancel)
+    tick_until(served, lambda: state_of(store, 1) == "cancelled")
+
+
 def test_folds_share_the_workers_of_their_job(store, paths, job, serve):
     folds = {"kind": "stratified", "folds": 3, "parallel": 2}
     made = job(steps=10, workers="1..2")

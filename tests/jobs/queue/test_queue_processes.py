@@ -25,6 +25,12 @@ from shoal.spec.run_paths import RunPaths
 from tests.jobs.fault_injection import time_limit
 
 ROOT = Path(__file__).parents[3]
+WHERE = """
+import os, torch
+def net():
+    print("on", os.environ.get("SHOAL_MACHINE"), flush=True)
+    return torch.nn.Linear(64, 10)
+"""
 
 
 def start(module, *words):
@@ -125,6 +131,33 @@ def test_submit_alone_runs_a_job_and_its_daemon_ends_by_itself(job_dir, job, mon
     rows = json.loads(shoal("queue", "--json", cwd=job_dir))
     assert [row["state"] for row in rows] == ["finished", "finished"]
     assert "no daemon" in shoal("queue", cwd=job_dir)
+
+
+@pytest.mark.long
+def test_jobs_of_a_queue_with_an_engine_use_all_its_hosts_with_the_same_bits(job_dir, job, fork_server):
+    """`shoal up --engine FILE`: two jobs with a worker each on two machines that share nothing."""
+    (job_dir / "cluster.yaml").write_text("engine: {kind: local, apart: true, machines: 2}\n")
+    (job_dir / "where.py").write_text(WHERE)
+    net = {"model": {"name": "where.py:net"}, "workers": 1, "steps": 4000}
+    runs, jobs = job_dir / "runs", [job(name=f"j{n}", seed=n, **net) for n in range(2)]
+    alone = [run_executor.run(one, runs=job_dir / "alone", fork_server=fork_server) for one in jobs]
+    client.submit(jobs, runs=runs, user="ann", start=False)
+    daemon = start("shoal", "up", "--engine", job_dir / "cluster.yaml", "--runs", runs)
+    try:
+        with time_limit(240):
+            while any(not entry.has_ended for entry in client.look(runs).entries.values()):
+                time.sleep(0.2)
+        client.down(runs)
+    finally:
+        daemon.terminate()
+        told = daemon.communicate()
+    entries = list(client.look(runs).entries.values())
+    assert [entry.state for entry in entries] == ["finished"] * 2, ([entry.reason for entry in entries], told)
+    runs_of = [RunPaths.at(runs / entry.run) for entry in entries]
+    for paths, undisturbed in zip(runs_of, alone, strict=True):
+        assert read_receipt_file(paths.receipt).own.weights_sha256 == undisturbed.receipt.weights_sha256
+    logs = [log.read_text() for paths in runs_of for log in paths.logs.glob("worker-*.log")]
+    assert {line for log in logs for line in log.splitlines() if "machine-" in line} == {"on machine-0", "on machine-1"}
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from shoal.jobs.queue.queue_file import (
     refuse_network_file_system,
 )
 from shoal.jobs.queue.queue_store import QueueStore
+from shoal.jobs.remote.code_archive import pack_code
 from shoal.plan.queueing import transitions
 from shoal.plan.queueing.speed import Measured
 
@@ -111,6 +112,43 @@ def test_another_process_sees_changes_and_only_changes(store, paths, job):
     assert not store.has_changed()
     last = store.entries()[-1].change
     assert store.entries(since_change=last) == []
+
+
+LOOK = """
+import sys
+from pathlib import Path
+from shoal.jobs.queue import client
+print(len(client.look(Path(sys.argv[1])).entries))
+"""
+
+
+def test_the_code_of_a_job_beside_the_queue_is_packed_without_loss_of_the_locks(store, paths, job, tmp_path):
+    """The kernel takes all locks of a process from a file that the process closes. Another process that closes the
+    queue would then take itself for the last one, and remove the log with the changes of this one."""
+
+    def look():
+        return subprocess.run([sys.executable, "-c", LOOK, paths.runs], capture_output=True, text=True).stdout.strip()
+
+    (paths.runs.parent / "model.py").touch()
+    store.submit([job()], user="ann")
+    pack_code(paths.runs.parent, tmp_path / "out")
+    assert look() == "1"
+    store.submit([job()], user="ann")
+    assert look() == "2"
+
+
+def test_planned_speeds_are_replaced(store):
+    store.set_planned_speeds("abc", {1: 10.0, 2: 19.0})
+    store.set_planned_speeds("abc", {1: 12.0})
+    assert store.planned_speeds("abc") == {1: 12.0}
+    assert store.planned_speeds("xyz") == {}
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("inf"), "fast"])
+def test_planned_speeds_that_cannot_be_are_damage(store, speed):
+    store._connection.execute("INSERT INTO planned_speed VALUES ('abc', 1, ?)", (speed,))
+    with pytest.raises(ShoalError, match="SH644"):
+        store.planned_speeds("abc")
 
 
 def test_measured_speeds_add_up(store):

@@ -95,11 +95,13 @@ def test_a_queue_of_the_first_version_is_brought_to_the_present_one(paths, job):
     with contextlib.closing(sqlite3.connect(paths.file)) as old:
         old.execute("ALTER TABLE job DROP COLUMN kind")
         old.execute("ALTER TABLE job_file DROP COLUMN work")
+        old.execute("DROP TABLE planned_speed")
         old.execute("PRAGMA user_version=1")
         old.commit()
     with QueueStore(paths) as store:
         assert store.get(entry.id) == entry
         store.apply(entry.id, transitions.request_cancel)
         store.submit([job()], user="ann")
+        store.set_planned_speeds("abc", {1: 2.0})
     with contextlib.closing(sqlite3.connect(paths.file)) as new:
         assert new.execute("PRAGMA user_version").fetchone() == (queue_file.SCHEMA_VERSION,)

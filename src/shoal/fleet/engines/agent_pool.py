@@ -85,6 +85,7 @@ class AgentPool(AgentEngine):
             (seat, link) for link in self._links.values() for seat in link.outlived or () if self._gave(link, seat)
         ]
         for seat, link in seats:
+            self._host_use.take(link.host.name)
             self._seats[seat.number] = PlacedSeat(Launch(seat, ""), time.monotonic(), link)
         return [self._seats[number].launch.seat for number in sorted(self._seats)]
 

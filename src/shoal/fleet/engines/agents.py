@@ -14,6 +14,7 @@ from shoal.fleet.agents.agent import LaunchCommand, StopCommand
 from shoal.fleet.agents.agent_pipe import PipeReport
 from shoal.fleet.engine import Exit, Launch, Node
 from shoal.fleet.engines.host_link import AgentHost, HostLink
+from shoal.fleet.engines.host_use import HostUse
 from shoal.fleet.messages import ExitedReport, OutputReport
 from shoal.fleet.platform_facts import describe_difference
 from shoal.net.wakeup import Wakeup
@@ -60,9 +61,10 @@ class AgentEngine:
     the start. A host that is lost later is one more failure to survive: it is tried again, and the others take over.
     """
 
-    def __init__(self, hosts: Sequence[AgentHost], paths: RunPaths) -> None:
+    def __init__(self, hosts: Sequence[AgentHost], paths: RunPaths, *, host_use: HostUse | None = None) -> None:
         self._hosts = {host.name: host for host in hosts}
         self._paths = paths
+        self._host_use = host_use or HostUse()
         self._selector = selectors.DefaultSelector()
         self._links: dict[str, HostLink] = {}
         self._retries: dict[str, HostRetry] = {host.name: HostRetry(0.0) for host in hosts}
@@ -129,8 +131,9 @@ class AgentEngine:
             link.end()
         for link in self._links.values():
             link.wait()
+        for number in list(self._seats):
+            self._remove_seat(number)
         self._links.clear()
-        self._seats.clear()
         self._selector.close()
         self._exited.close()
 
@@ -218,6 +221,7 @@ class AgentEngine:
                 self._end(number, 1, start_error=self._failure)
             elif self._may_place() and (link := self._choose(placed)):
                 placed.link = link
+                self._host_use.take(link.host.name)
                 launch = placed.launch
                 self._note_placed(link, launch.seat)
                 link.send(
@@ -249,9 +253,8 @@ class AgentEngine:
         return None if best and self._fullness(best) > 1 and others_may_return and is_early else best
 
     def _fullness(self, link: HostLink) -> float:
-        """How full the host would be with one more seat; 1 is full."""
-        used = sum(placed.link is link for placed in self._seats.values())
-        return (used + 1) / max(1, link.host.node.room(1))
+        """How full the host would be with one more process of any run; 1 is full."""
+        return (self._host_use.processes(link.host.name) + 1) / max(1, link.host.node.room(1))
 
     def _give_up_waiting(self) -> None:
         now = time.monotonic()
@@ -283,10 +286,15 @@ class AgentEngine:
         self._retries[link.host.name].pause_s = MIN_RETRY_S
 
     def _end(self, number: int, code: int | None, *, reason: str = "", start_error: ShoalError | None = None) -> None:
-        del self._seats[number]
+        self._remove_seat(number)
         exit_of = Exit.with_code(number, code, start_error=start_error)
         self._exits.append(Exit(number, code, reason, start_error) if reason else exit_of)
         self._exited.notify()
+
+    def _remove_seat(self, number: int) -> None:
+        placed = self._seats.pop(number)
+        if placed.link is not None:
+            self._host_use.give_back(placed.link.host.name)
 
 
 def _append(log: Path, text: str) -> None:

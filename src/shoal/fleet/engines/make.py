@@ -19,6 +19,7 @@ from shoal.fleet.engines.agent_pool import AgentPool
 from shoal.fleet.engines.agent_records import AgentRecords
 from shoal.fleet.engines.agents import AgentEngine
 from shoal.fleet.engines.host_link import AgentHost
+from shoal.fleet.engines.host_use import HostUse
 from shoal.fleet.engines.local import LocalEngine, this_machine
 from shoal.fleet.engines.machines import MAX_SEATS, machine_host, machine_nodes, run_of_queue
 from shoal.fleet.engines.ray import actor_host, ray_nodes
@@ -33,6 +34,7 @@ from shoal.spec.engine import (
     SlurmEngineConfig,
     SshEngineConfig,
 )
+from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths
 
 FIXED_VARIABLES = (
@@ -71,30 +73,48 @@ def make_engine(
     environment: Mapping[str, str] | None = None,
     patience_s: float = MAX_SILENCE_S,
     gang_size: int = 1,
+    host_use: HostUse | None = None,
 ) -> Engine:
     """The engine of one run. The caller owns the fork server and closes it after the engine. Engines with agents take
     its environment and modules alone. `patience_s`: how long agents wait for another driver, where they can.
-    `gang_size`: so many processes are of use only together, which Ray can heed."""
+    `gang_size`: so many processes are of use only together, which Ray can heed. `host_use`: what the runs beside this
+    one have on the same hosts, where Shoal and no scheduler of a cluster chooses the host."""
     match config:
         case LocalEngineConfig(apart=False):
             return LocalEngine(fork_server, paths, environment=environment)
         case LocalEngineConfig():
-            return AgentEngine(apart_hosts(config.machines, fork_server, notice=config.notice or ""), paths)
+            hosts = apart_hosts(config.machines, fork_server, notice=config.notice or "")
+            return AgentEngine(hosts, paths, host_use=host_use)
         case SshEngineConfig():
-            return AgentEngine(ssh_hosts(config, setup=host_setup(config, fork_server)[0]), paths)
+            hosts = ssh_hosts(config, setup=host_setup(config, fork_server)[0])
+            return AgentEngine(hosts, paths, host_use=host_use)
         case SlurmEngineConfig():
-            return slurm_engine(config, paths, fork_server)
+            return slurm_engine(config, paths, fork_server, host_use=host_use)
         case RayEngineConfig():
             return ray_engine(config, paths, fork_server, patience_s=patience_s, gang_size=gang_size)
         case MachinesEngineConfig():
             return machines_engine(config, paths, fork_server)
 
 
-def slurm_engine(config: SlurmEngineConfig, paths: RunPaths, fork_server: ForkServer) -> Engine:
+def make_job_engine(job: Job, paths: RunPaths, fork_server: ForkServer, *, host_use: HostUse | None = None) -> Engine:
+    """The engine of a run of this job."""
+    return make_engine(
+        job.engine,
+        paths,
+        fork_server,
+        patience_s=job.elastic.patience_s,
+        gang_size=job.workers_per_replica,
+        host_use=host_use,
+    )
+
+
+def slurm_engine(
+    config: SlurmEngineConfig, paths: RunPaths, fork_server: ForkServer, *, host_use: HostUse | None = None
+) -> Engine:
     """Steps of the allocation in which this process runs, or a job per worker if it runs in none."""
     setup, threads = host_setup(config, fork_server)
     if allocation := find_allocation():
-        return AgentEngine(step_hosts(config, allocation, setup=setup), paths)
+        return AgentEngine(step_hosts(config, allocation, setup=setup), paths, host_use=host_use)
     make_host = partial(job_host, config, name=f"shoal-{paths.name}", threads=threads, setup=setup)
     return AgentPool(
         lambda number, _gang: make_host(number), paths, nodes=slurm_nodes(config, None), max_hosts=config.jobs

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import getpass
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from shoal.errors import error
+from shoal.errors import ShoalError, error
 from shoal.jobs.queue.background import ensure_served
 from shoal.jobs.queue.daemon_lock import is_served
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import HistoryRow, QueueStore
 from shoal.plan.queueing import transitions
 from shoal.plan.queueing.entry import MAX_PRIORITY, QueueEntry
+from shoal.plan.queueing.needs import speed_key
 from shoal.plan.queueing.order import explain, jobs_before
 from shoal.plan.queueing.work import TRAINING, VerifyWork, Work
 from shoal.spec.job import Job
@@ -133,6 +134,16 @@ def set_priority(runs: Path, number: int, priority: int) -> QueueEntry:
 def set_quota(runs: Path, user: str, cores: int | None) -> None:
     with QueueStore(QueuePaths.of(runs)) as store:
         store.set_quota(user, cores)
+
+
+def keep_planned_speeds(runs: Path, job: Job, speeds: Mapping[int, float]) -> str:
+    """Let the queue of these runs know what a plan predicts of a job. Returns why it cannot; '' if it can."""
+    try:
+        with QueueStore(QueuePaths.of(runs)) as store:
+            store.set_planned_speeds(speed_key(job), speeds)
+    except ShoalError as failure:
+        return f"The queue does not learn these speeds: {failure.message}."
+    return ""
 
 
 def down(runs: Path) -> bool:

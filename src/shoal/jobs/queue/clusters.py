@@ -33,7 +33,8 @@ class EngineCluster:
     def capacity(self) -> CoreCapacity:
         nodes = capacity_of(self.engine)
         return CoreCapacity(
-            {node.name: node.cores for node in nodes}, memory_bytes={node.name: node.memory_bytes for node in nodes}
+            {node.name: node.cores for node in nodes},
+            memory_bytes={node.name: node.memory_bytes for node in nodes if node.memory_bytes},  # 0: unknown
         )
 
     def has_changed(self) -> bool:

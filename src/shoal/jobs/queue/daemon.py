@@ -23,7 +23,7 @@ from shoal.plan.queueing import order, transitions
 from shoal.plan.queueing.entry import QueueEntry
 from shoal.plan.queueing.lease import BEAT_S, Lease
 from shoal.plan.queueing.shares import CoreCapacity, JobFacts, Share, SharePolicy
-from shoal.plan.queueing.speed import Measured, SpeedMeter, known_speeds
+from shoal.plan.queueing.speed import Measured, SpeedMeter, known_speeds, speeds_with_plan
 from shoal.plan.queueing.work import CompressWork, Work
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths
@@ -108,6 +108,7 @@ class QueueDaemon:
         self._served_s: dict[int, float] = {}
         self._left: dict[int, float | None] = {}
         self._earlier_speeds: dict[str, dict[int, Measured]] = {}
+        self._planned_speeds: dict[str, dict[int, float]] = {}
         self._stopping = ""
         self._next_beat_s = self._next_decision_s = 0.0
         self._busy_at_s = clock()
@@ -129,6 +130,7 @@ class QueueDaemon:
         now_s = self._clock()
         self._beat(now_s)
         if self._store.has_changed():
+            self._planned_speeds.clear()
             self._refresh()
             self._next_decision_s = now_s
         if self._cluster.has_changed():
@@ -267,7 +269,7 @@ class QueueDaemon:
         return left if left is not None else float(entry.needs.steps) or None
 
     def _speeds(self, entry: QueueEntry) -> dict[int, float]:
-        """Steps per second by workers: of earlier jobs like this one, of those that run, and its own.
+        """Steps per second by workers: as planned, of earlier jobs like this one, of those that run, and its own.
 
         Trials of a search need nothing of each other: so many workers, so many times the speed."""
         if entry.kind == "search":
@@ -279,7 +281,9 @@ class QueueDaemon:
         for number, attempt in sorted(self._attempts.items(), key=lambda one: one[0] == entry.id):  # its own is last
             if _speed_key(self._entries[number]) == key:
                 found |= attempt.meter.speeds()
-        return found
+        if key not in self._planned_speeds:
+            self._planned_speeds[key] = self._store.planned_speeds(key)
+        return speeds_with_plan(found, self._planned_speeds[key])
 
     def _adjust(self, entry: QueueEntry, share: Share | None) -> None:
         handle = self._attempts[entry.id].handle

@@ -16,7 +16,7 @@ from shoal.jobs.run_dir import check_runs
 from shoal.spec.private_file import PRIVATE_MODE, owner_if_other
 
 APPLICATION_ID = 0x53484F51  # "SHOQ"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 BUSY_TIMEOUT_S = 30.0
 NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs4?|cifs|smb[23s]?\w*|afs|9p|ceph|glusterfs|lustre|gpfs|beegfs|virtiofs|fuse\.(?!fuse-overlayfs)[\w.-]+"
@@ -41,6 +41,8 @@ CREATE INDEX history_job ON history (id, seq);
 CREATE TABLE speed (
     sha256 TEXT NOT NULL, workers INTEGER NOT NULL, steps INTEGER NOT NULL, seconds REAL NOT NULL,
     PRIMARY KEY (sha256, workers)) WITHOUT ROWID;
+CREATE TABLE planned_speed (
+    key TEXT NOT NULL, workers INTEGER NOT NULL, steps_per_s REAL NOT NULL, PRIMARY KEY (key, workers)) WITHOUT ROWID;
 CREATE TABLE quota (user TEXT PRIMARY KEY, cores INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE lease (
     one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL, holder TEXT NOT NULL, pid INTEGER NOT NULL,
@@ -51,6 +53,8 @@ MIGRATIONS = {
     1: "ALTER TABLE job ADD COLUMN kind TEXT NOT NULL DEFAULT 'training'",
     2: "ALTER TABLE job_file ADD COLUMN work TEXT NOT NULL DEFAULT ''",
     3: "SELECT 'the needs of newer jobs have more fields'",
+    4: "CREATE TABLE planned_speed (key TEXT NOT NULL, workers INTEGER NOT NULL, steps_per_s REAL NOT NULL, "
+    "PRIMARY KEY (key, workers)) WITHOUT ROWID",
 }
 """What makes a file of each older version one of the next version."""
 

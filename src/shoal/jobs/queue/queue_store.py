@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -207,6 +208,23 @@ class QueueStore:
             rows = self._connection.execute(query, (sha256,)).fetchall()
         with sound_rows(self.paths):
             return {int(workers): Measured(int(steps), float(seconds)) for workers, steps, seconds in rows}
+
+    def set_planned_speeds(self, key: str, speeds: Mapping[int, float]) -> None:
+        """Replace what an earlier plan predicted of such jobs: steps per second by number of workers."""
+        with self._transaction():
+            self._connection.execute("DELETE FROM planned_speed WHERE key = ?", (key,))
+            for workers, steps_per_s in speeds.items():
+                self._connection.execute("INSERT INTO planned_speed VALUES (?, ?, ?)", (key, workers, steps_per_s))
+
+    def planned_speeds(self, key: str) -> dict[int, float]:
+        with translated_errors(self.paths):
+            query = "SELECT workers, steps_per_s FROM planned_speed WHERE key = ?"
+            rows = self._connection.execute(query, (key,)).fetchall()
+        with sound_rows(self.paths, "a planned speed"):
+            found = {int(workers): float(speed) for workers, speed in rows}
+            if not all(workers > 0 and 0 < speed < math.inf for workers, speed in found.items()):
+                raise ValueError(f"{found} are no speeds")
+            return found
 
     def set_quota(self, user: str, cores: int | None) -> None:
         """At most so many cores at a time for the jobs of a user; None: no limit."""

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from shoal.errors import EXIT_OK, ShoalError, did_you_mean, error
 from shoal.jobs.queue.background import IDLE_S, START_TIMEOUT_S, guard
 from shoal.jobs.queue.clusters import Listening, open_cluster
@@ -86,16 +84,6 @@ def parse_quotas(texts: Sequence[str]) -> dict[str, int | None]:
             raise error("SH609", f"'{text}' is not a quota", where="--quota", fix="Write a user and a number: ann=4.")
         found[user] = None if number == "none" else int(number)
     return found
-
-
-def parse_engine(text: str) -> EngineConfig | None:
-    """An engine by its kind; None for '': each job has its own."""
-    if not text:
-        return None
-    try:
-        return TypeAdapter(EngineConfig).validate_python({"kind": text})
-    except ValidationError as failure:
-        raise error("SH609", f"there is no engine '{text}'", where="--engine") from failure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,8 @@
 """The job's directory as one archive for machines that do not have it: named by its content, sent once to each.
 
 What .gitignore and .shoalignore name is left out, in the syntax of git, and also version control, environments,
-caches of Python and runs. Links to files become files; links to directories are not followed.
+caches of Python, runs and what Shoal keeps beside them. Links to files become files; links to directories are not
+followed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from shoal.errors import ShoalError, error, from_os_error
 from shoal.events.packed_file import has_content
 from shoal.spec.remote.code_directory import MAX_CODE_FILES
 from shoal.spec.remote.file_requests import CodeArchive, SentWeights
+from shoal.spec.run_paths import BESIDE_RUNS
 
 MAX_CODE_BYTES = 200 << 20
 IGNORE_FILES = (".gitignore", ".shoalignore")
-LEFT_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
+LEFT_OUT = BESIDE_RUNS | {".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 _LARGEST_SHOWN = 3
 
 

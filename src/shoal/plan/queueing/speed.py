@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -46,6 +47,14 @@ class SpeedMeter:
     def speeds(self) -> dict[int, float]:
         """Steps per second by number of workers, where known."""
         return known_speeds(self.by_workers)
+
+
+def speeds_with_plan(measured: Mapping[int, float], planned: Mapping[int, float]) -> dict[int, float]:
+    """Steps per second by number of workers: the measured ones, and for other numbers those that a plan predicted,
+    scaled by how far the plan was off where both are known."""
+    off = [speed / planned[workers] for workers, speed in measured.items() if workers in planned]
+    scale = statistics.median(off) if off else 1.0
+    return dict(sorted(({workers: scale * speed for workers, speed in planned.items()} | dict(measured)).items()))
 
 
 def known_speeds(measured: Mapping[int, Measured]) -> dict[int, float]:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.errors import ErrorGroup, ShoalError, error
-from shoal.spec.engine import MAX_HOSTS, SshEngineConfig, SshHost
+from shoal.spec.engine import MAX_HOSTS, EngineConfig, SshEngineConfig, SshHost
 from shoal.spec.job import Job
 
 MAX_FILE_BYTES = 1 << 20
@@ -17,20 +17,23 @@ WHERE = "engine.hostfile"
 
 def with_hosts_of_file(job: Job) -> Job:
     """The job with the hosts of its hostfile instead of the file. ErrorGroup if the file cannot be used."""
-    engine = job.engine
+    return job.model_copy(update={"engine": engine_with_hosts(job.engine, Path(job.base_dir))})
+
+
+def engine_with_hosts(engine: EngineConfig, base: Path) -> EngineConfig:
+    """The engine with the hosts of its hostfile, which lies at `base`, instead of the file."""
     if not isinstance(engine, SshEngineConfig) or engine.hostfile is None:
-        return job
-    path = Path(job.base_dir) / Path(engine.hostfile).expanduser()
+        return engine
+    path = base / Path(engine.hostfile).expanduser()
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES).decode()
         hosts = parse_hostfile(text)
-        made = SshEngineConfig(**engine.model_dump(exclude={"hosts", "hostfile"}), hosts=hosts)
+        return SshEngineConfig(**engine.model_dump(exclude={"hosts", "hostfile"}), hosts=hosts)
     except (OSError, UnicodeDecodeError) as failure:
         raise ErrorGroup([error("SH301", f"{engine.hostfile} cannot be read: {failure}", where=WHERE)]) from failure
     except ValidationError as failure:
         raise ErrorGroup([error("SH106", f"{engine.hostfile}: {_first(failure)}", where=WHERE)]) from failure
-    return job.model_copy(update={"engine": made})
 
 
 def parse_hostfile(text: str) -> list[SshHost]:
