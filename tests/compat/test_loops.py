@@ -8,6 +8,7 @@ import torch
 
 import shoal
 from shoal.checkpoint.sha256 import weights_sha256
+from shoal.spec.run_paths import cache_directory
 from tests.compat.same_bits import assert_same_bits
 from tests.conftest import MLP
 
@@ -125,8 +126,19 @@ def test_exchange_on_the_device(run, resume, job_dir):
 
 @pytest.mark.compat("torch.compile", "works", how="`compile: true`")
 def test_compiled_models(run, resume, job_dir):
+    """One worker of a machine compiles; every other process finds the code, also in later runs."""
+    first = run(SHORT, model="loops.py:Blocks", compile=True, workers=2)
+    compiled = _compiled_code()
+    assert compiled
     one = assert_same_bits(run, resume, SHORT, job_dir, model="loops.py:Blocks", compile=True)
+    assert one.receipt.weights_sha256 == first.receipt.weights_sha256
+    assert _compiled_code() == compiled
     assert one.receipt.weights_sha256 != run(SHORT | {"model": "loops.py:Blocks"}).receipt.weights_sha256
+
+
+def _compiled_code():
+    """The machine code in the cache, with the time at which it was written."""
+    return {file: file.stat().st_mtime_ns for file in (cache_directory() / "compiled").rglob("*.so")}
 
 
 # ---- what goes wrong in the middle, and what is refused ----

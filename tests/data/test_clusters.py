@@ -138,7 +138,7 @@ def test_shoal_split_prints_it(job_dir):
     screen = io.StringIO()
     print_split(Console(file=screen, width=200), answer)
     assert "12 clusters of" in screen.getvalue()
-    assert "fold 0: 0 clusters are on both sides" in screen.getvalue()
+    assert "fold 0: on both sides: 0 clusters" in screen.getvalue()
 
 
 def test_threads_do_not_change_the_clusters():

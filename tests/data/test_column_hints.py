@@ -179,4 +179,4 @@ def test_a_test_part_is_held_against_time_too():
     assert find_column_hints(source, folds, spec) == []  # `when` is neither a name nor in order
     source = MemorySource(4, time=np.array([3, 1, 2, 9]))
     (hint,) = find_column_hints(source, folds, spec)
-    assert hint.separated == "1 samples of test are not later in 'time' than all of train"
+    assert hint.separated == "1 sample of test is not later in 'time' than all of train"

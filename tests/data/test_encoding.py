@@ -54,6 +54,26 @@ def test_a_number_stands_for_a_missing_value(tmp_path, csv):
     assert found[:, 0].tolist() == [10, -1, 30]
 
 
+def test_nan_is_a_missing_value_too(tmp_path):
+    """As numpy and polars write it."""
+    pq.write_table(pa.table({"age": np.array([10, np.nan, 30]), "y": [0, 1, 0]}), tmp_path / "t.parquet")
+    spec = {"kind": "parquet", "path": "t.parquet", "target": "y"}
+    assert inputs_of(tmp_path, **spec, missing={"age": "flag"}).tolist() == [[10, 0], [20, 1], [30, 0]]
+    assert inputs_of(tmp_path, **spec, missing={"age": -1}).tolist() == [[10], [-1], [30]]
+    assert open_failure(tmp_path, **spec).code == "SH305"
+
+
+def test_times_with_a_zone_are_the_moments_that_they_name(tmp_path):
+    """One moment as texts with and without a zone, and as timestamps of another zone."""
+    words = ["2024-03-01T12:00:00", "2024-03-01T12:00Z", "2024-03-01 14:00:00.0+02:00", "2024-03-01T06:30-0530"]
+    (tmp_path / "t.csv").write_text("when,y\n" + "".join(f"{word},0\n" for word in words))
+    texts = inputs_of(tmp_path, kind="csv", path="t.csv", target="y", encode={"when": "calendar"})
+    moment = pa.array([np.datetime64("2024-03-01T12:00:00", "us")]).cast(pa.timestamp("us", tz="Europe/Berlin"))
+    pq.write_table(pa.table({"when": moment, "y": [0]}), tmp_path / "t.parquet")
+    found = inputs_of(tmp_path, kind="parquet", path="t.parquet", target="y", encode={"when": "calendar"})
+    assert all(torch.equal(row, found[0]) for row in texts)
+
+
 def test_a_gap_without_a_policy_is_a_bad_row(tmp_path, csv):
     problem = open_failure(tmp_path, **csv, encode={"city": "onehot", "when": "calendar"})
     assert problem.code == "SH305"
@@ -88,6 +108,28 @@ def test_later_data_is_encoded_like_the_training_data(tmp_path, csv):
     assert new[:, :2].tolist() == [[0, 0], [1, 0], [0, 0]]
     assert new[1, 2] == read_all(train).inputs[0][0, 2]
     assert new[:, 3].tolist() == [20, 5, 5]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_later_data_has_the_input_columns_of_the_training_data(tmp_path, kind):
+    """In their order, whatever the order of the table is, and no others."""
+
+    def written(name, **columns):
+        path = tmp_path / f"{name}.{kind}"
+        if kind == "csv":
+            rows = zip(*columns.values(), strict=True)
+            path.write_text("\n".join([",".join(columns), *(",".join(map(str, row)) for row in rows)]) + "\n")
+        else:
+            pq.write_table(pa.table(columns), path)
+        return {"kind": kind, "path": path.name}
+
+    train = open_spec(tmp_path, **written("t", a=[1, 2], b=[3, 4], y=[0, 1]), target="y")
+    new = written("new", extra=[9, 9], b=[30, 40], y=[0, 1], a=[10, 20])
+    for more in ({"target": "y"}, {}):  # also data without labels, whose target is a column like others
+        found = open_spec(tmp_path, **new, **more, training_source=train)
+        assert read_all(found).inputs[0].tolist() == [[10, 30], [20, 40]]
+    assert read_all(open_spec(tmp_path, **new, inputs="extra", training_source=train)).inputs[0].tolist() == [[9], [9]]
+    assert open_failure(tmp_path, **written("less", a=[1], extra=[2]), training_source=train).code == "SH303"
 
 
 def test_a_large_table_is_encoded_group_by_group(tmp_path, monkeypatch, csv):
@@ -167,6 +209,15 @@ def test_weights_are_no_input_and_come_with_the_batch(tmp_path):
     assert batch.inputs[0].tolist() == [[3], [1]]
     assert batch.weight.tolist() == [0, 0.5]
     assert [part.weight.tolist() for part in batch.chunk(2)] == [[0], [0.5]]
+
+
+def test_weights_are_no_input_of_other_data_either(tmp_path):
+    """A validation file with its columns in another order."""
+    (tmp_path / "v.csv").write_text("y,w,x\n0,5,7\n1,6,8\n")
+    found = datasets(tmp_path, validation={"kind": "csv", "path": "v.csv", "target": "y"})
+    batch = found.held_out["validation"].source.take(np.arange(2))
+    assert (batch.inputs[0].tolist(), batch.weight.tolist()) == ([[7], [8]], [5, 6])
+    assert Fitted.of(found.train.source).input_columns == ("x",)
 
 
 def test_weights_of_a_file(tmp_path):

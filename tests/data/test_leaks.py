@@ -88,6 +88,16 @@ def test_without_a_column_the_order_of_rows_counts_whatever_the_data_calls_id():
     assert "row order" in str(leak)
 
 
+def test_one_sample_is_singular():
+    source = MemorySource(3, x=np.array([[0], [1], [0]]), person=np.array([4, 5, 4]))
+    parts = SplitIds(ids(0, 1), ids(2))
+    leaks = find_leaks(parts, source, HoldoutSplitConfig(kind="holdout", group="person"))
+    assert [leak.summary for leak in leaks] == [
+        "1 sample of validation is identical to samples of train",
+        "1 sample of validation has a 'person' that is also in train",
+    ]
+
+
 def test_only_some_are_named():
     source = MemorySource(40, x=np.zeros(40))
     (leak,) = find_leaks(SplitIds(np.arange(20), np.arange(20, 40)), source, NoSplitConfig(), max_pairs=4)

@@ -157,3 +157,64 @@ def test_errors(opened, tmp_path, name, code, says, line):
 def test_wrong_arguments(opened):
     with pytest.raises(ShoalError, match="SH205"):
         opened("Squares", m=4)
+
+
+COLLATORS = """
+import random
+from collections import UserDict
+
+import torch
+
+
+class Table:  # what of a datasets.Dataset is used
+    __module__ = "datasets.arrow_dataset"
+    rows = {"words": ["a b", "c", "d e f", "g"], "label": ["good", "bad", "bad", "good"]}
+    column_names = list(rows)
+    features = {name: type("Value", (), {"dtype": "string"})() for name in rows}
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, key):
+        if isinstance(key, str):
+            return self.rows[key]
+        ids = range(4)[key] if isinstance(key, slice) else key
+        return {name: [values[i] for i in ids] for name, values in self.rows.items()}
+
+    def with_format(self, kind):
+        return self
+
+    def unique(self, name):
+        return sorted(set(self.rows[name]))
+
+
+def table():
+    return Table()
+
+
+def collate(rows):
+    lengths = torch.tensor([len(row["words"].split()) for row in rows])
+    noise = torch.full_like(lengths, random.randrange(10**9))
+    return UserDict(lengths=lengths, noise=noise, labels=torch.tensor([row["label"] for row in rows]))
+
+
+class Rows(list):
+    def __init__(self):
+        super().__init__({"words": "a " * n, "label": n % 2} for n in range(1, 6))
+"""
+
+
+@pytest.mark.parametrize(("name", "labels"), [("table", [0, 1]), ("Rows", [0, 0])])
+def test_collators_of_transformers(tmp_path, name, labels):
+    """They get rows as dicts and return an object that is like a dict, but none: its labels are the target."""
+    (tmp_path / "own.py").write_text(COLLATORS)
+    spec = PythonSourceConfig(kind="python", factory=f"own.py:{name}", collate="own.py:collate")
+    source = open_source(spec, base_dir=str(tmp_path))
+    batch = source.take(np.array([1, 3]))
+    (inputs,) = batch.inputs
+    assert type(inputs) is dict
+    assert inputs["lengths"].tolist() == ([1, 1] if name == "table" else [2, 4])
+    assert batch.target.tolist() == inputs["labels"].tolist() == labels
+    assert batch.to("meta").inputs[0]["lengths"].device.type == "meta"
+    assert len(source.sizes()) == len(source)
+    assert source.per_sample  # they may draw: each batch has its own random numbers, whoever makes it

@@ -6,6 +6,7 @@ import threading
 import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -61,6 +62,47 @@ def test_parquet_is_read_in_place(memory, tmp_path):
     source = open_spec(tmp_path, kind="parquet", path="memory://a.parquet", target="y")
     assert source.take(np.array([1])).inputs[0].tolist() == [[2]]
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.fixture
+def hdfs(monkeypatch):
+    """fsspec's own file system for hdfs://, with this machine's files in the place of a server. What it was asked for
+    is kept."""
+    from fsspec.implementations.arrow import HadoopFileSystem
+
+    asked = []
+
+    class Server:
+        type_name = "hdfs"
+
+        def __init__(self, **options):
+            asked.append(options)
+            self._files = pa.fs.LocalFileSystem()
+
+        def __getattr__(self, name):
+            return getattr(self._files, name)
+
+    monkeypatch.setattr("pyarrow.fs.HadoopFileSystem", Server, raising=False)
+    HadoopFileSystem.clear_instance_cache()
+    yield asked
+    HadoopFileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+@pytest.mark.parametrize("pattern", ["trips", "trips/*/part-*"])
+def test_partitions_on_hdfs(hdfs, tmp_path, kind, pattern):
+    """The name of the server is no part of the names of its files."""
+    for year in (2023, 2024):
+        place = tmp_path / "trips" / f"year={year}"
+        place.mkdir(parents=True)
+        (place / "_SUCCESS").touch()
+        if kind == "csv":
+            (place / "part-0.csv").write_text(f"x,y\n{year / 2},1\n")
+        else:
+            pq.write_table(pa.table({"x": [year / 2], "y": [1]}), place / "part-0.parquet")
+    source = open_spec(tmp_path, kind=kind, path=f"hdfs://namenode:8020{tmp_path}/{pattern}", target="y")
+    assert source.take(np.arange(2)).inputs[0].tolist() == [[1011.5, 2023], [1012, 2024]]
+    assert {(one["host"], one["port"]) for one in hdfs} == {("namenode", 8020)}
 
 
 def test_images_and_text(memory, tmp_path):

@@ -69,11 +69,18 @@ def test_a_stream_that_ends_early(tmp_path, opened):
     assert "after 100 samples" in str(problem)
 
 
-def open_failure_of(source):
+def test_a_stream_that_fails_names_its_sample_and_its_line(opened):
+    problem = open_failure_of(opened("BrokenNumbers", length=200), 40)
+    assert problem.code == "SH309"
+    assert "sample 30 of the stream: ValueError: a torn page" in str(problem)
+    assert "user_data.py:" in problem.where
+
+
+def open_failure_of(source, sample=150):
     from shoal.errors import ShoalError
 
     with pytest.raises(ShoalError) as caught:
-        source.take(np.array([150]))
+        source.take(np.array([sample]))
     return caught.value
 
 

@@ -306,7 +306,11 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_scale_adapts():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     trained(replica, 2, digits(4))
     assert scale.scale == 2.0**20
-    assert LossScale().state().keys() == scale.state().keys()
+    other = mlp()
+    again = Replica(other, torch.optim.SGD(other.parameters(), lr=0.1), cross_entropy, seed=1)
+    again.loss_scale = LossScale()
+    again.load_state(copy.deepcopy(replica.state()))  # of a checkpoint, or of a peer
+    assert again.loss_scale.state() == scale.state() != LossScale().state()
 
 
 # ---- gradient checkpointing ----

@@ -136,7 +136,7 @@ class SaveLock:
 def _replacements() -> dict[Any, dict[str, Any]]:
     return {
         run_driver: {
-            "make_engine": lambda config, paths, fork_server, *, patience_s, gang_size: present().new_engine(),
+            "make_job_engine": lambda job, paths, fork_server, *, host_use: present().new_engine(),
             "open_control": lambda job, paths: present().new_control(),
             "EventWriter": lambda path, who: SimulatedStream(present().log, who),
             "RunStateReader": lambda events, snapshot: SimulatedReader(present().log),

@@ -3,14 +3,20 @@
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shoal.collectives import device_allreduce
 from shoal.collectives.outcome import Committed, Discarded
+from shoal.collectives.view_process_group import pick_backend
+from shoal.spec.load import make_job
 from shoal.strategies.device_sync import DeviceAllReduceSync
+from shoal.strategies.make import WholeJobModel
+from shoal.strategies.ordered_sync import OrderedAllReduceSync
 from tests.collectives.worker_processes import RecordingReplica, WorkerProcesses, lane_sum, single_worker_total
+from tests.conftest import MLP
 from tests.strategies.test_torch_ddp import MAKERS, equal, leaked_resources, some_lanes
 
 LANES = 5
@@ -106,3 +112,25 @@ def test_a_member_dies_and_the_others_go_on(method):
     for _, total, left in results:
         same_bits(total, single_worker_total(lane_sum, LANES, 10))
         assert left == []
+
+
+@pytest.mark.parametrize(
+    ("exchange", "device", "nccl", "kind"),
+    [
+        ("auto", "cuda", True, DeviceAllReduceSync),
+        ("auto", "cuda", False, OrderedAllReduceSync),
+        ("auto", "cpu", True, OrderedAllReduceSync),
+        ("host", "cuda", True, OrderedAllReduceSync),
+        ("device", "cpu", False, DeviceAllReduceSync),
+    ],
+)
+def test_the_exchange_stays_on_the_device_where_nccl_is_there(monkeypatch, exchange, device, nccl, kind):
+    """No GPU is needed to choose."""
+    for place in ("shoal.strategies.make", "shoal.collectives.view_process_group"):
+        monkeypatch.setattr(f"{place}.has_nccl", lambda: nccl)
+    job = make_job(MLP | {"sync": {"kind": "lanes", "exchange": exchange}}, check_names=False)
+    model = SimpleNamespace(job=job, replica=SimpleNamespace(device=torch.device(device)))
+    publisher = SimpleNamespace(publish_total=lambda *_: None)
+    context = SimpleNamespace(peers=SimpleNamespace(state_publisher=publisher))
+    assert type(WholeJobModel._plain_sync(model, SimpleNamespace(on_abort=[]), context)) is kind
+    assert pick_backend("auto", torch.device(device)) == ("nccl" if nccl and device == "cuda" else "gloo")

@@ -1,6 +1,7 @@
 """Real replicas over the exchange: the same weights, moments and running statistics as one worker has."""
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import Clipping, Replica, add
 from shoal.spec.view import View
 from shoal.strategies.ordered_sync import OrderedAllReduceSync
+from shoal.strategies.replicated import ReplicatedStrategy
 from tests.collectives.worker_processes import WorkerProcesses
 
 LANES, STEPS = 5, 6
@@ -90,3 +92,17 @@ def test_three_workers_train_what_one_does(loss, remote_seats):
     expected = train(single, range(LANES), loss)
     with WorkerProcesses({0: [0], 1: [1, 2], 2: [3, 4]}, LANES, remote_seats=remote_seats) as workers:
         assert set(map(str, workers.run(act).values())) == {str(expected)}
+
+
+def test_batches_are_copied_to_the_device_of_the_replica():
+    """The meta device stands for a GPU: a batch that stayed on the CPU would be seen."""
+    seen = []
+
+    def forward_backward(step, lane, batch, *, share, sink):
+        seen.append((step, lane, batch.inputs[0].device.type, batch.target.device.type))
+
+    replica = SimpleNamespace(device=torch.device("meta"), forward_backward=forward_backward)
+    context = SimpleNamespace(progress=SimpleNamespace(step=3), peers=SimpleNamespace())
+    strategy = ReplicatedStrategy(context, replica, group=ViewGroup(), sync=SimpleNamespace(exact=True))
+    strategy._forward_backward(2, lane_batch(0, 0), 1.0, None)
+    assert seen == [(3, 2, "meta", "meta")]

@@ -83,6 +83,28 @@ ERRORS = {
     "device": (job("OtherDevice"), "SH718", "device", "meta .* cpu", "device=x.device"),
 }  # fmt: skip
 
+
+def task_job(function, **args):
+    """The mistakes of a loss of one's own, as a LightningModule's training_step has it."""
+    made = job(**args)
+    task = {"name": "mistakes.py:OwnTask", "args": {"function": function}}
+    return {name: value for name, value in made.items() if name not in ("model", "loss", "metrics")} | {"task": task}
+
+
+OF_TASKS = {
+    "float labels": (task_job("cross_entropy", labels="float"), "SH710", "class numbers .* gets .* Float", "long()"),
+    "labels of another whole type": (task_job("cross_entropy", labels="int32"), "SH717", "type Int", "long()"),
+    "one-hot labels": (task_job("cross_entropy", labels="one_hot"), "SH711", "no probabilities", "argmax(-1)"),
+    "one-hot labels of NLL": (task_job("nll_loss", labels="one_hot"), "SH711", "no probabilities", "argmax(-1)"),
+    "labels from 1": (task_job("cross_entropy", labels="from_one"), "SH713", "the class 3", "begin at 0"),
+    "classes as yes and no": (
+        task_job("binary_cross_entropy_with_logits"), "SH714", r"output \[8, 3\] and a target \[8\]", "cross_entropy",
+    ),
+    "whole numbers as yes and no": (
+        task_job("binary_cross_entropy_with_logits", labels="one_hot"), "SH717", "labels of type Long", "label.float()",
+    ),
+}  # fmt: skip
+
 NOTES = {
     "softmax": (job("EndsWithSoftmax"), "SH719", "softmax", "CrossEntropyLoss applies softmax itself"),
     "sigmoid": (
@@ -128,6 +150,17 @@ def test_a_mistake_is_recognised(name, ask, job_dir):
     failure = caught.value
     assert (failure.code, failure.where) == (code, place(where, job_dir)), str(failure)
     assert failure.exit_code == EXIT_TRAIN
+    assert found(message, failure.message), failure.message
+    assert found(fix, failure.fix), failure.fix
+
+
+@pytest.mark.parametrize("name", OF_TASKS)
+def test_a_mistake_in_a_task_of_ones_own_is_recognised(name, ask, job_dir):
+    fields, code, message, fix = OF_TASKS[name]
+    with pytest.raises(ShoalError) as caught:
+        ask(fields)
+    failure = caught.value
+    assert (failure.code, failure.where) == (code, place("task loss", job_dir)), str(failure)
     assert found(message, failure.message), failure.message
     assert found(fix, failure.fix), failure.fix
 

@@ -42,6 +42,16 @@ def test_ignored_labels_weigh_nothing_on_any_number_of_lanes(tokens, lanes):
     assert total / weight == pytest.approx(float(model(x, labels)["loss"]), rel=1e-6)
 
 
+def test_weights_of_samples_are_refused():
+    """The model gives one number for all of them: it would ignore the weights."""
+    model, labels = Answering(), torch.zeros(2, dtype=torch.int64)
+    batch = Batch(({"x": torch.rand(2, 4), "labels": labels},), labels, 2, torch.tensor([1.0, 2.0]))
+    for compute in (OwnLossTask.loss, OwnLossTask.evaluate):
+        with pytest.raises(ShoalError, match="one loss for all samples") as caught:
+            compute(OwnLossTask(model, lambda example: {}), model, batch)
+        assert caught.value.code == "SH832"
+
+
 def ForCausalLMLoss():
     """Its name says that a position is compared with the next label."""
 

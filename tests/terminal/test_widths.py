@@ -1,6 +1,7 @@
 """The display in a real terminal of different widths: pyte interprets what is sent to it."""
 
 import fcntl
+import io
 import os
 import pty
 import struct
@@ -11,9 +12,16 @@ import pytest
 from rich.console import Console
 
 from shoal.events import Event, replay
+from shoal.jobs.search.journal import StartedRow
+from shoal.jobs.search.search_dir import create
+from shoal.plan.search.make import objectives
 from shoal.spec.run_paths import RunPaths
 from shoal.terminal.live import LiveDisplay
-from tests.terminal.test_display import EVENTS
+from shoal.terminal.reports import print_runs
+from shoal.terminal.search_live import MAX_TRIALS_SHOWN, trial_table
+from tests.jobs.search.test_replay import WHOLE, search_job
+from tests.terminal.test_display import EVENTS, SERVERS
+from tests.terminal.test_search_display import progress_of
 
 pyte = pytest.importorskip("pyte")
 WIDTHS = [40, 60, 80, 200]
@@ -108,3 +116,65 @@ def test_notes_break_between_words(width, tmp_path, monkeypatch):
     first = next(number for number, line in enumerate(lines) if "worker-1 died" in line)
     last = next(number for number, line in enumerate(lines) if line.endswith("minute"))
     assert " ".join(" ".join(lines[first : last + 1]).split()) == f"mlp-1: worker-1 died: {reason}"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_metrics_servers_and_long_host_names_hold_their_lines(width, tmp_path, monkeypatch):
+    """Bar, metrics, two workers, and a summary of the servers with a line each: nothing wraps."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    host = "a-host-with-a-long-name.cluster.example.org"
+    started = Event("server_started", 30.0, "driver", None, {"server": "server-5", "pid": 7, "host": host})
+    measured = {"split": "validation", "metrics": {f"metric_{n}": 0.5 for n in range(6)}}
+    evaluated = Event("evaluated", 31.0, "worker-0", 7, measured)
+    lines = shown(width, [*EVENTS, *SERVERS, started, evaluated], tmp_path)
+    first = next(number for number, line in enumerate(lines) if "7/90" in line)
+    panel = lines[first:]
+    assert [line.split()[0] for line in panel[:7]] == [
+        "mlp-1", "metric_0", "worker-0", "worker-1", "table", "server-3", "server-5",
+    ]  # fmt: skip
+    assert len(panel) == 7, panel
+    assert [line.split()[1] for line in panel[5:]] == ["serving", "starting"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_search_has_a_line_for_each_trial(width, tmp_path):
+    job = search_job()
+    progress = progress_of(create(job, tmp_path), job, [StartedRow(), *WHOLE])
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(trial_table(progress, width))
+    head, *lines = console.file.getvalue().splitlines()
+    assert head.split()[:2] == ["trial", "accuracy"]
+    assert head.split()[-1] == "values"
+    assert len(lines) == min(len(progress.table.ranked(objectives(job)[0])), MAX_TRIALS_SHOWN)
+    assert all(line.split()[0].isdigit() for line in lines), lines
+    assert ("workers" in head) == (width > 40)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_list_of_runs_breaks_no_word(width):
+    rows = [
+        {
+            "run": f"wide-and-deep-{n}",
+            "status": "finished",
+            "step": 1200,
+            "steps": 1200,
+            "metrics": {"loss": 0.25, "accuracy": 0.875},
+            "started": "2024-03-01 12:00:00",
+            "weights_sha256": "ab" * 32,
+            "damage": "",
+        }
+        for n in range(2)
+    ]
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    print_runs(console, rows)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[:3] for line in lines if line.startswith("wide")] == [
+        [f"wide-and-deep-{n}", "finished", "1200/1200"] for n in range(2)
+    ]
+    words = {"loss", "0.2500", "accuracy", "0.8750"} if width > 40 else set()
+    found = " ".join(lines).split()
+    assert words <= set(found)
+    assert set(found) <= words | {
+        *("run", "status", "step", "metrics", "started", "weights", "finished", "1200/1200", "abababababab"),
+        *("wide-and-deep-0", "wide-and-deep-1", "2024-03-01", "12:00:00"),
+    }

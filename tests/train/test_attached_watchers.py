@@ -1,14 +1,24 @@
-"""Watchers that look at the worker's own objects, and the ready ones."""
+"""Watchers: what they see on the worker, and the ready ones."""
 
 import csv
 import json
 
+import pytest
+import torch
+from torch import nn
+
+from shoal.events import Event
+from shoal.train.ready_watchers import LearningRateFinder
+from shoal.train.watched import AttachedWorker
 from tests.conftest import MLP
 from tests.jobs.fault_injection import fault_script
 
 SHORT = MLP | {"steps": 6, "evaluate": {"every_steps": 3}, "lanes": 2}
 
 
+@pytest.mark.compat_row(
+    "callbacks that look at model, optimizers and batches", "works", how="a watcher with `attach(worker)`"
+)
 def test_an_attached_watcher_sees_model_optimizer_and_batches(run, job_dir):
     (job_dir / "spy.py").write_text(
         "import json\n"
@@ -39,6 +49,7 @@ def test_an_attached_watcher_sees_model_optimizer_and_batches(run, job_dir):
     assert len(set(after)) == 6
 
 
+@pytest.mark.compat_row("CSV", "works", how="`watchers: [csv]`")
 def test_curves_as_csv(run):
     outcome = run(SHORT, watchers=["csv"])
     with (outcome.paths.root / "csv" / "curves.csv").open() as file:
@@ -47,6 +58,18 @@ def test_curves_as_csv(run):
     assert [int(row["step"]) for row in losses] == [1, 2, 3, 4, 5, 6]
     last = [float(row["value"]) for row in rows if row["name"] == "validation/accuracy"][-1]
     assert last == outcome.receipt.metrics["accuracy"]
+
+
+@pytest.mark.compat_row("TensorBoard", "works", how="`watchers: [tensorboard]`")
+def test_tensorboard(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    outcome = run(SHORT, watchers=["tensorboard"])
+    found = EventAccumulator(str(outcome.paths.root / "tensorboard"))
+    found.Reload()
+    assert [one.step for one in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    last = found.Scalars("validation/accuracy")[-1]
+    assert (last.step, last.value) == (6, pytest.approx(outcome.receipt.metrics["accuracy"]))
 
 
 def test_curves_through_a_kill_and_a_resume_have_every_row_once(run, resume, job_dir):
@@ -66,20 +89,77 @@ def _curves(outcome):
         return list(csv.reader(file))
 
 
-def test_the_learning_rate_finder_names_a_rate_on_any_number_of_workers(run):
-    finder = {"name": "lr_finder", "args": {"low": 1e-4, "high": 10.0, "steps": 30}}
+@pytest.mark.compat_row("learning-rate finder", "works", how="`watchers: [lr_finder]`")
+def test_the_learning_rate_finder_names_a_rate_on_any_number_of_workers(run, job_dir):
+    finder = {"name": "lr_finder", "args": {"low": 1e-4, "high": 0.05, "steps": 30}}
     one, two = (run(SHORT, steps=60, watchers=[finder], workers=workers) for workers in (1, 2))
     assert "falls fastest at a learning rate of" in one.receipt.stopped
     assert one.receipt.stopped == two.receipt.stopped
     assert one.receipt.weights_sha256 == two.receipt.weights_sha256
+    kill = {"name": "faults.py:KillAt", "args": {"steps": [9], "marks": str(job_dir)}}
+    again = run(SHORT, steps=60, watchers=[finder, kill], checkpoint={"every": "4 steps"})
+    assert again.receipt.deaths_survived == 1
+    assert (again.receipt.stopped, again.receipt.weights_sha256) == (one.receipt.stopped, one.receipt.weights_sha256)
     with (one.paths.root / "lr_finder" / "lr_finder.csv").open() as file:
         rates = [float(row["lr"]) for row in csv.DictReader(file)]
+    assert len(rates) == 30
     assert rates == sorted(rates)
     assert rates[0] == 1e-4
 
 
+@pytest.mark.compat_row("a trace of torch's profiler for Perfetto", "works", how="`watchers: [profiler]`")
 def test_a_trace_for_perfetto(run):
     outcome = run(SHORT, watchers=[{"name": "profiler", "args": {"first": 2, "steps": 2}}])
     (trace,) = (outcome.paths.root / "profiler").glob("trace-*.json")
     names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"aten::linear", "aten::addmm"} & names
+
+
+def test_on_two_workers_watchers_see_each_lane_once_and_the_same_weights(run, job_dir):
+    """With all optimizers of a Task that has several."""
+    (job_dir / "spy.py").write_text(
+        "import json\n"
+        "import os\n"
+        "from pathlib import Path\n"
+        "class Spy:\n"
+        "    def __init__(self, place): self.place = Path(place)\n"
+        "    def attach(self, worker): self.worker = worker\n"
+        "    def watch(self, event):\n"
+        "        if event.kind in ('batch', 'step'):\n"
+        "            total = sum(float(p.detach().double().sum()) for p in self.worker.model.parameters())\n"
+        "            kept = [len(one.state) for one in self.worker.optimizers]\n"
+        "            assert self.worker.optimizer is self.worker.optimizers[0]\n"
+        "            row = [event.kind, event.step, event.get('lane'), total, kept]\n"
+        "            with (self.place / f'seen-{os.getpid()}').open('a') as file:\n"
+        "                file.write(json.dumps(row) + '\\n')\n"
+    )
+    gan = {name: value for name, value in SHORT.items() if name not in ("model", "loss", "metrics", "evaluate")}
+    source = {"kind": "python", "factory": "loops.py:Images"}
+    job = gan | {"task": "loops.py:Dcgan", "data": {"source": source}, "batch_size": 12, "steps": 3, "self_check": 0}
+    seen = {}
+    for workers in (1, 2):
+        place = job_dir / f"{workers}"
+        place.mkdir()
+        outcome = run(job, workers=workers, watchers=[{"name": "spy.py:Spy", "args": {"place": str(place)}}])
+        assert outcome.status == "finished", outcome.error
+        files = list(place.glob("seen-*"))
+        assert len(files) == workers
+        rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        seen[workers] = {
+            "lanes": sorted(row[1:3] for row in rows if row[0] == "batch"),
+            "weights": {(row[1], row[3], *row[4]) for row in rows if row[0] == "step"},
+        }
+    assert seen[1] == seen[2]
+    assert seen[1]["lanes"] == [[step, lane] for step in range(3) for lane in range(2)]
+    assert len(seen[1]["weights"]) == 3
+    for _, _, *kept in seen[1]["weights"]:  # both optimizers have made updates
+        assert len(kept) == 2
+        assert min(kept) > 0
+
+
+def test_the_learning_rate_finder_sets_the_rate_of_every_optimizer(tmp_path):
+    made = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr) for lr in (0.5, 0.7)]
+    finder = LearningRateFinder(str(tmp_path), low=1e-3, high=1.0, steps=4)
+    finder.attach(AttachedWorker(nn.Linear(1, 1), made, torch.device("cpu"), str(tmp_path)))
+    finder.watch(Event("before_step", step=3))
+    assert [one.param_groups[0]["lr"] for one in made] == pytest.approx([1.0, 1.0])

@@ -48,6 +48,7 @@ def test_other_frozen_weights_are_refused():
         return made
 
     state = replica(1.0).state()
+    assert list(state["model"]) == ["1.weight", "1.bias"]  # what is saved, and sent to a worker that joins
     replica(1.0).load_state(state)
     with pytest.raises(ShoalError) as refused:
         replica(2.0).load_state(state)

@@ -79,6 +79,7 @@ def test_a_check_makes_a_step_with_all_its_phases(ask):
     answer = ask("check", changes=GAN)
     assert answer["loss"] == ask("check", changes=GAN)["loss"]
     assert "generator.1.running_mean" in answer["moving_buffers"]
+    assert answer["optimizer_bytes"] > 2 * answer["weights_bytes"] * 0.9  # Adam, of both networks
 
 
 @pytest.mark.parametrize("changes", [{"sync": "local"}, {"sync": "server"}, {"codec": "bf16"}])
@@ -219,6 +220,32 @@ def test_other_data_is_evaluated_whole(ask, weights):
     assert answer["samples"] == {"data": 1797}
     right = [p["metrics"][n]["accuracy"] * p["samples"][n] for p in parts for n in p["samples"]]
     assert answer["metrics"]["data"]["accuracy"] == pytest.approx(sum(right) / 1797)
+
+
+def test_columns_of_other_data_are_found_by_name(ask, weights, job_dir):
+    """The weight of a sample is no input, and the order of columns does not matter."""
+    rows = [(i % 7, i % 3, i % 2, i % 4) for i in range(40)]
+    for name, order in (("t", (0, 1, 2, 3)), ("other", (3, 2, 1, 0))):
+        lines = [",".join(str(row[i]) for i in order) for row in [("u", "v", "y", "w"), *rows]]
+        (job_dir / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    source = {"kind": "csv", "path": "t.csv", "target": "y"}
+    changes = {
+        "model": {"name": "models.py:mlp", "args": {"inputs": 2, "classes": 2}},
+        "data": {"source": source, "weight": "w"},
+        "evaluate": {},
+    }
+    torch.manual_seed(0)
+    made = {k: v for k, v in (MLP | changes).items() if v is not None}
+    model = build_model(make_job(made, base_dir=str(job_dir)))
+    save_file(model.state_dict(), job_dir / "w2.safetensors")
+    answers = [
+        ask(
+            "evaluate", changes=changes, weights=str(job_dir / "w2.safetensors"), part=None, source=source | {"path": p}
+        )
+        for p in ("t.csv", "other.csv")
+    ]
+    assert answers[0] == answers[1]
+    assert answers[0]["samples"] == {"data": 40}
 
 
 def test_a_part_that_is_not_there_is_refused_with_those_that_are(ask, weights):

@@ -154,11 +154,6 @@ def test_evaluation_loads_as_the_job_says(run, job_dir):
     assert run(MLP, data=data, batch_size=8, steps=4).status == "finished"
 
 
-def test_tensorboard(run):
-    outcome = run(MLP, watchers=["tensorboard"])
-    assert list((outcome.paths.root / "tensorboard").glob("events.out.*"))
-
-
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [

@@ -83,6 +83,23 @@ def test_an_unknown_metric_is_refused_with_those_that_are_known():
     assert (caught.value.code, caught.value.fix) == ("SH409", "Use one of: loss.")
 
 
+def test_tensorboard_has_every_step_once_although_a_worker_computes_some_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (range(1, 11), range(6, 14)):
+        worker = TensorBoard(str(tmp_path))
+        for step in steps:
+            worker.watch(Event("step", step=step, fields={"loss": float(step), "lr": 0.1}))
+            if step % 5 == 0:
+                fields = {"split": "validation", "metrics": {"accuracy": step / 100}}
+                worker.watch(Event("evaluated", step=step, fields=fields))
+        worker.watch(Event("left", step=steps[-1]))  # a killed worker has written, too, what the next one hides
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [row.step for row in found.Scalars("train/loss")] == list(range(1, 14))
+    assert [row.step for row in found.Scalars("validation/accuracy")] == [5, 10]
+
+
 def test_tensorboard_that_is_not_installed_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ShoalError, match="not installed") as caught:

@@ -38,7 +38,8 @@ class BatchLoader:
         self._build = builder.build
         self._sampler = sampler
         self._prefetcher = make_prefetcher(builder, loader, report=report)
-        blocks = source.blocks is not None and sampler.window_steps > 0 and self._prefetcher is None
+        here = self._prefetcher is None or not self._prefetcher.in_processes
+        blocks = source.blocks is not None and sampler.window_steps > 0 and here
         self._block_prefetcher = BlockPrefetcher(source, sampler) if blocks and loader.workers == "auto" else None
         self._prefetch_steps = loader.prefetch
         self._lanes: Sequence[int] = range(lanes)
@@ -58,13 +59,13 @@ class BatchLoader:
 
     def get(self, step: int, lane: int) -> Batch | None:
         """The batch of a lane; None if the lane has no samples at this step. Requests may come in any order."""
+        if self._block_prefetcher:
+            self._block_prefetcher.prefetch(step, self._lanes)
         if self._prefetcher:
             self._advance(lane, step)
             batch = self._prefetcher.result((step, lane))
             if batch is not None:
                 return batch
-        if self._block_prefetcher:
-            self._block_prefetcher.prefetch(step, self._lanes)
         ids = self._sampler.ids(step, lane)
         return self._build((step, lane), ids) if len(ids) else None
 

@@ -41,6 +41,7 @@ class ClusteredSource(DataSource):
         self.source, self.features, self.labels = source, features, labels
         self.in_memory, self.per_sample, self.classes = source.in_memory, source.per_sample, source.classes
         self.encoders, self.is_sequential = source.encoders, source.is_sequential
+        self.input_columns = source.input_columns
 
     def __len__(self) -> int:
         return len(self.source)

@@ -1,4 +1,4 @@
-"""What a source has learnt from its rows: the numbers of classes, and how columns become inputs.
+"""What a source has learnt from its rows: the numbers of classes, which columns are inputs, and how they become some.
 
 It is saved with the model (model.json), so that later data is read in the same way.
 """
@@ -38,16 +38,20 @@ class Fits(Protocol):
     @property
     def encoders(self) -> Mapping[str, ColumnEncoder]: ...
 
+    @property
+    def input_columns(self) -> tuple[str, ...] | None: ...
+
 
 class Fitted(Spec):
     """What later data of the same model needs. `Fitted.of_model(info)` reads the content of model.json."""
 
     classes: tuple[Any, ...] | None = None
     encoders: dict[str, ColumnEncoder] = Field(default_factory=dict)
+    input_columns: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, source: Fits) -> Fitted:
-        return cls(classes=source.classes, encoders=dict(source.encoders))
+        return cls(classes=source.classes, encoders=dict(source.encoders), input_columns=source.input_columns)
 
     @classmethod
     def of_model(cls, info: Mapping[str, Any]) -> Fitted:

@@ -15,6 +15,7 @@ from shoal.data.source import DataSource
 from shoal.data.split import SplitIds
 from shoal.data.split_columns import split_column
 from shoal.data.time_order import parse_times
+from shoal.errors import plural
 from shoal.spec import data as spec_of
 
 SHOWN = 3
@@ -54,7 +55,9 @@ class Leak:
     @property
     def summary(self) -> str:
         """The leak without examples."""
-        return f"{self.count:,} samples of {self.right} {self.what} {self.left}"
+        verb, rest = self.what.split(" ", 1)
+        verb = {"are": "is", "have": "has"}.get(verb, verb) if self.count == 1 else verb
+        return f"{plural(self.count, 'sample')} of {self.right} {verb} {rest} {self.left}"
 
 
 def find_leaks(

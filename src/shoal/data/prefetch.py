@@ -111,6 +111,10 @@ class Prefetcher:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="load")
         self._pending: dict[BatchKey, _Request] = {}
 
+    @property
+    def in_processes(self) -> bool:
+        return self._loader_pool is not None
+
     def submit(self, key: BatchKey, ids: Ids) -> None:
         self._pending[key] = _Request(ids, self._threads.submit(self._load, key, ids))
 
@@ -199,7 +203,7 @@ def make_prefetcher(builder: BatchBuilder, loader: LoaderConfig, *, report: Repo
         loader_pool = LoaderPool(processes, builder.build)
         return Prefetcher(loader_pool, None, workers=processes, loader_pool=loader_pool, report=report)
     source = builder.source
-    if loader.workers == "auto" and not source.in_memory and not source.per_sample and source.blocks is None:
+    if loader.workers == "auto" and not source.in_memory and not source.per_sample and _is_worth_a_thread(source):
         # Reading and decoding release the GIL. The user's functions stay in the requesting thread: they may use the
         # global generators, and torch's number of threads is a setting of the process.
         return Prefetcher(builder.load, builder.apply_transforms, workers=1, loader_pool=None)
@@ -209,6 +213,14 @@ def make_prefetcher(builder: BatchBuilder, loader: LoaderConfig, *, report: Repo
 def _process_count(source: DataSource, loader: LoaderConfig) -> int:
     if loader.workers != "auto":
         return loader.workers
-    spare = len(os.sched_getaffinity(0)) - 1
     most = 1 if source.is_sequential else _MAX_AUTO_PROCESSES  # each process reads a stream from its beginning
-    return min(most, spare) if source.per_sample else 0
+    return min(most, _spare_cores()) if source.per_sample else 0
+
+
+def _is_worth_a_thread(source: DataSource) -> bool:
+    """Blocks are decoded before they are needed, and then only have to be copied: not worth sharing a core for."""
+    return source.blocks is None or _spare_cores() > 0
+
+
+def _spare_cores() -> int:
+    return len(os.sched_getaffinity(0)) - 1

@@ -23,7 +23,7 @@ class WeightedSource(DataSource):
         self._weights = torch.from_numpy(weights)
         self.blocks, self.in_memory, self.per_sample = source.blocks, source.in_memory, source.per_sample
         self.skipped_rows, self.classes, self.encoders = source.skipped_rows, source.classes, source.encoders
-        self.is_sequential = source.is_sequential
+        self.is_sequential, self.input_columns = source.is_sequential, source.input_columns
 
     def __len__(self) -> int:
         return len(self._source)

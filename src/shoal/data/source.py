@@ -49,6 +49,8 @@ class DataSource(Protocol):
 
     input_columns: tuple[str, ...] | None = None
     """The columns that the inputs are made of, in their order, if the source is a table."""
+    name_column: str | None = None
+    """The column by which a person knows a sample, if it is not the number of its row."""
 
     def __len__(self) -> int: ...
 
@@ -95,7 +97,7 @@ class SourceOptions:
     """Options of `open_source`: base of relative paths, handling of bad rows, cache directory.
 
     `fitted` is what the training source has learnt: this source must number classes and encode columns in the same
-    way. `not_inputs` are columns that have another use.
+    way. `not_inputs` are columns that have another use. Not `labelled`: a source that finds targets by itself must not.
     """
 
     base_dir: str
@@ -104,6 +106,12 @@ class SourceOptions:
     notify: Notify
     fitted: Fitted | None = None
     not_inputs: tuple[str, ...] = ()
+    labelled: bool = True
+
+    @property
+    def input_columns(self) -> tuple[str, ...] | None:
+        """The columns that the training source has made its inputs of."""
+        return None if self.fitted is None else self.fitted.input_columns
 
     @property
     def classes(self) -> tuple[Any, ...] | None:
@@ -127,15 +135,16 @@ def open_source(
     notify: Notify = no_notify,
     fitted: Fitted | None = None,
     not_inputs: tuple[str, ...] = (),
+    labelled: bool = True,
 ) -> DataSource:
     """The source that a spec describes.
 
     Validation and test data, and new data of a trained model, get what the training source has `fitted`, so that
-    classes and tokens have the same numbers, and columns the same encoding. `not_inputs` are no inputs unless the spec
-    names them.
+    classes and tokens have the same numbers, and inputs are the same columns with the same encoding. `not_inputs` are
+    no inputs unless the spec names them. New data need not be `labelled`.
     """
     cache = Path(cache_dir) if cache_dir else cache_directory()
-    return _open(spec, SourceOptions(base_dir, on_bad_row, cache, notify, fitted, not_inputs))
+    return _open(spec, SourceOptions(base_dir, on_bad_row, cache, notify, fitted, not_inputs, labelled))
 
 
 def _open(spec: spec_of.SourceConfig, options: SourceOptions) -> DataSource:

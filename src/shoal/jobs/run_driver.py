@@ -19,7 +19,8 @@ from shoal.fleet.agents.agent_reports import AgentReports
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.driver_address import DriverAddress, read_driver_address, write_driver_address
 from shoal.fleet.engine import Exit
-from shoal.fleet.engines.make import make_engine
+from shoal.fleet.engines.host_use import HostUse
+from shoal.fleet.engines.make import make_job_engine
 from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.messages import AgentHello, UserHello, parse_hello, parse_user_request
 from shoal.fleet.orphans import locked_seats
@@ -69,13 +70,12 @@ class RunDriver:
         on_event: OnRunEvent | None = None,
         trace: bool = False,
         until: int | None = None,
+        host_use: HostUse | None = None,
     ) -> None:
         self.job = job
         self.paths = paths
         self._until = until
-        self.engine = make_engine(
-            job.engine, paths, fork_server, patience_s=job.elastic.patience_s, gang_size=job.workers_per_replica
-        )
+        self.engine = make_job_engine(job, paths, fork_server, host_use=host_use)
         self._on_event = on_event
         self._trace = trace
         self._exit = contextlib.ExitStack()  # cleanup for `close`, in reverse order

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from shoal.errors import EXIT_TERMINATED
 from shoal.events import Event, EventWriter, RunState, load_state
+from shoal.fleet.engines.host_use import HostUse
 from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.messages import ScaleRequest
 from shoal.jobs import run_dir
@@ -81,6 +82,7 @@ class RunExecutor:
 
     def __init__(self, fork_servers: ForkServerPool) -> None:
         self.fork_servers = fork_servers
+        self._host_use = HostUse()
         self._active: dict[RunHandle, Steps[RunResult]] = {}
         self._filenos: dict[RunHandle, Sequence[int] | None] = {}  # None: it has not started
 
@@ -287,7 +289,7 @@ class RunExecutor:
         watch = None if on_event is None else lambda event, state: on_event(paths, event, state)
         fork_server = self.fork_servers.for_job(job)
         with contextlib.closing(
-            RunDriver(job, paths, fork_server, on_event=watch, trace=trace, until=handle.until)
+            RunDriver(job, paths, fork_server, on_event=watch, trace=trace, until=handle.until, host_use=self._host_use)
         ) as driver:
             driver.start()
             scaled: int | None = None

@@ -285,6 +285,35 @@ def _no_such_class(facts: BatchFacts) -> Mistake | None:
     return Mistake("SH713", message, fix, about="failure")
 
 
+def _labels_of_own_loss(facts: BatchFacts) -> Mistake | None:
+    """What torch's functions say in a loss of the user's own, or of a Task: nothing is known of output and target."""
+    for pattern, code, tell, fix in () if facts.loss else _OWN_LOSS_FAILURES:
+        if found := re.search(pattern, facts.failure):
+            return Mistake(code, tell.format(*found.groups()) + _given(facts), fix, about="failure")
+    return None
+
+
+_LONG_WANTED = r"(?:expected target dtype to be Long or Byte, but got|expected scalar type Long but found)"
+_CLASS_NUMBERS = "Give class numbers as int64: label.long(); to learn numbers use functional.mse_loss."
+_SAME_SHAPE = "Give the output the target's shape; for class numbers use functional.cross_entropy."
+_OWN_LOSS_FAILURES = (
+    (rf"{_LONG_WANTED} (Float|Double|Half|BFloat16)", "SH710",
+     "the loss takes class numbers (int64) and gets labels of type {}", _CLASS_NUMBERS),
+    (rf"{_LONG_WANTED} (\w+)", "SH717",
+     "the loss takes class numbers (int64) and gets labels of type {}", "Convert them: label.long()."),
+    (r"Expected floating point type for target with class probabilities|target tensor expected, multi-target",
+     "SH711", "the loss gets labels in the output's shape that are no probabilities",
+     "Give class numbers: label.argmax(-1); or give one-hot labels as floats: label.float()."),
+    (r"[Tt]arget size \(torch\.Size\((\[[\d, ]*\])\)\) (?:must be the same as|that is different to the) input size "
+     r"\(torch\.Size\((\[[\d, ]*\])\)\)", "SH714",
+     "the loss gets an output {1} and a target {0}: their shapes differ", _SAME_SHAPE),
+    (r"Found dtype (Long|Int|Short|Char|Byte|Bool) but expected (\w+)", "SH717",
+     "the loss gets labels of type {} for outputs of type {}", "Convert them: label.float()."),
+    (r"result type (\w+) can't be cast to the desired output type (Long|Int|Short|Char|Byte|Bool)", "SH717",
+     "the loss gets labels of type {1} for outputs of type {0}", "Convert them: label.float()."),
+)  # fmt: skip
+
+
 def _named_entries(facts: BatchFacts) -> Mistake | None:
     """A batch of named entries for a model that is not called by name."""
     if not re.search(r"'dict' object has no attribute|must be Tensor, not dict|Tensor .*but got .*dict", facts.failure):
@@ -342,6 +371,7 @@ def _numbers_per_sample(tensor: TensorFacts) -> int:
 
 RECOGNISERS: tuple[Recogniser, ...] = (
     _wrong_device,
+    _labels_of_own_loss,
     _wrong_input_dtype,
     _whole_output,
     _one_output,
@@ -359,6 +389,7 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     _named_entries,
 )
 _OF_FAILURES = (
-    _wrong_device, _wrong_input_dtype, _wrong_input_shape, _no_such_row, _no_such_class, _named_entries,
+    _wrong_device, _labels_of_own_loss, _wrong_input_dtype, _wrong_input_shape, _no_such_row, _no_such_class,
+    _named_entries,
 )  # fmt: skip
 """They read what torch said. Without a failure, no worker compiles their patterns."""

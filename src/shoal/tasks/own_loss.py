@@ -69,6 +69,9 @@ class OwnLossTask(Task):
             return model(**named_inputs(batch))
 
     def _weighted(self, model: nn.Module, output: Any, batch: Batch) -> Loss:
+        if batch.weight is not None:
+            message = "data.weight is set, and the model computes one loss for all samples"
+            raise error("SH832", message, where="loss", fix="Write a Task that uses batch.weight, or name a loss.")
         mean = field_of(output, "loss")
         if not isinstance(mean, Tensor):
             what = f"the model returns {type(output).__name__} without a loss"

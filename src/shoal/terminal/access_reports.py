@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from shoal.errors import plural
 from shoal.storage.cleanup import COMPACT
 from shoal.storage.compaction import Compaction
 from shoal.storage.disk_usage import RunUsage, Usage
@@ -84,4 +85,4 @@ def print_compactions(done: Sequence[Compaction], *, as_json: bool) -> None:
         return
     for one in done:
         sizes = f"{formatting.size(one.before_bytes)} before, {formatting.size(one.after_bytes)} now"
-        print(f"{one.run}: {sizes}, {formatting.count(one.files)} files of events and logs changed, nothing is lost")
+        print(f"{one.run}: {sizes}, {plural(one.files, 'file')} of events and logs changed, nothing is lost")

@@ -18,12 +18,11 @@ from shoal.events.schema import to_row
 from shoal.spec.run_paths import RunPaths
 from shoal.terminal import formatting, servers
 from shoal.terminal.console import json_line
+from shoal.terminal.fact_table import GAP, fact_table, fitting
 from shoal.terminal.notes import event_line
 
 LINE_INTERVAL_S = 2.0
 MAX_WORKERS_SHOWN = 16
-GAP = 2
-"""Columns between two facts."""
 LEAST_BAR, MOST_BAR = 8, 36
 STAGES = {
     "importing": "importing torch and the job's packages",
@@ -168,7 +167,7 @@ def _panel(p: RunState, width: int = 120, *, since_s: float = 0.0) -> Table:
     whole.add_row(_worker_table(p, width))
     if p.servers:
         whole.add_row(Text("  " + servers.summary(p), style="dim"))
-        whole.add_row(servers.server_table(p))
+        whole.add_row(servers.server_table(p, width))
     return whole
 
 
@@ -206,16 +205,6 @@ def _progress_row(p: RunState, width: int, since_s: float) -> Table:
     return table
 
 
-def fitting(facts: dict[str, str], width: int, *, drop: tuple[str, ...]) -> dict[str, str]:
-    """The facts that fit into `width` columns side by side, without those of `drop` that do not, in this order."""
-    shown = dict(facts)
-    for name in drop:
-        if sum(len(text) + GAP for text in shown.values()) <= width:
-            break
-        shown.pop(name, None)
-    return shown
-
-
 def _worker_table(p: RunState, width: int) -> Table:
     """One row for each worker that is there, up to `MAX_WORKERS_SHOWN`."""
     here = [worker for worker in p.workers.values() if worker.state not in GONE]
@@ -233,16 +222,8 @@ def _worker_table(p: RunState, width: int) -> Table:
                 "host": worker.host,
             }
         )
-    widest = {name: max((row[name] for row in rows), key=len) for name in (rows[0] if rows else {})}
-    names = fitting(widest, width - GAP, drop=("saves", "host", "speed", "lanes"))
-    table = Table.grid(padding=(0, GAP), pad_edge=True)
-    for _ in names:
-        table.add_column(no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        table.add_row(*(row[name] for name in names), style="dim")
-    if len(here) > MAX_WORKERS_SHOWN:
-        table.add_row(f"and {len(here) - MAX_WORKERS_SHOWN} more", style="dim")
-    return table
+    more = f"and {len(here) - MAX_WORKERS_SHOWN} more" if len(here) > MAX_WORKERS_SHOWN else ""
+    return fact_table(rows, width, drop=("saves", "host", "speed", "lanes"), more=more)
 
 
 def _ranges(lanes: list[int]) -> str:

@@ -29,7 +29,9 @@ def print_plan(console: Console, result: PlanResult, *, command: str, show_all: 
     rows = list(plan.candidates) if show_all else rows_to_show(result)
     _print_rows(console, rows, result)
     if left_out := len(plan.candidates) - len(rows):
-        reports.print_lines(console, f"{left_out} others were looked at: --all shows them")
+        reports.print_lines(
+            console, f"{plural(left_out, 'other')} {'was' if left_out == 1 else 'were'} looked at: --all shows them"
+        )
     console.print()
     if plan.pick is None:
         reports.print_lines(console, "None of these can be.")

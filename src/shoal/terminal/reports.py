@@ -19,10 +19,13 @@ from shoal.spec.run_paths import RunPaths
 from shoal.terminal import formatting, notes, plan_lines, servers
 from shoal.terminal.console import printable
 from shoal.terminal.curve import draw
+from shoal.terminal.fact_table import GAP, fitting, widest
 from shoal.terminal.live import GONE
 
 MAX_SHARES = 12
 MAX_NOTE_LINES = 8
+LEAST_METRICS = 16
+"""Columns for the metrics of a run in a list, at least."""
 MAX_TABLE_ROWS = 500
 """Rows above which a table is printed without rich's layout, which takes half a millisecond per row."""
 _TIME_NAMES = {
@@ -155,7 +158,7 @@ def print_run(console: Console, state: RunState, *, width: int) -> None:
     if state.servers:
         console.print(f"  {servers.summary(state)}", soft_wrap=True)
         if state.serving_servers:
-            console.print(servers.server_table(state))
+            print_lines(console, *(f"  {line}" for line in servers.server_lines(state)))
     print_lines(console, *(f"  {line}" for line in plan_lines.plan_lines(state)))
     for line in notes.note_lines(state)[-MAX_NOTE_LINES:]:
         console.print(Text(f"  {line}", style="yellow"), soft_wrap=True)
@@ -181,11 +184,23 @@ def print_runs(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         lines = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in (header, *cells))
         print(printable("\n".join(lines)), file=console.file)
     else:
-        table = Table(*header, box=None, pad_edge=False)
-        for line in cells:
-            table.add_row(*line)
-        console.print(table)
+        console.print(_runs_table(header, cells, width=console.width if console.is_terminal else None))
     print_lines(console, *(f"{row['run']}: {row['damage']}" for row in rows if row["damage"]))
+
+
+def _runs_table(header: Sequence[str], cells: Sequence[Sequence[str]], *, width: int | None) -> Table:
+    """The columns that fit into `width`, or all. Only the metrics wrap, between words."""
+    rows = [dict(zip(header, line, strict=True)) for line in cells]
+    names: Sequence[str] = header
+    if width is not None:
+        needed = widest([*rows, {name: name for name in header}]) | {"metrics": " " * LEAST_METRICS}
+        names = list(fitting(needed, width + GAP, drop=("weights", "started", "metrics")))
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, no_wrap=width is not None and name != "metrics", overflow="ellipsis")
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    return table
 
 
 def _run_cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,20 +7,39 @@ from rich.table import Table
 from shoal.events import RunState
 from shoal.events.state_parts import ServerSummary
 from shoal.terminal import formatting
+from shoal.terminal.fact_table import fact_table
 
 MAX_SERVERS = 16
 GONE = ("dead", "left", "failed")
 
 
-def server_table(p: RunState) -> Table:
-    """Empty for a run without servers."""
-    table = Table.grid(padding=(0, 2), pad_edge=True)
-    here = [server for server in p.servers.values() if server.state not in GONE]
-    for server in here[:MAX_SERVERS]:
-        table.add_row(server.name, server.state, *_held_cells(server), _traffic(server), server.host, style="dim")
-    if len(here) > MAX_SERVERS:
-        table.add_row(f"and {len(here) - MAX_SERVERS} more", style="dim")
-    return table
+def server_table(p: RunState, width: int) -> Table:
+    """What fits into `width` columns; no line wraps. Empty for a run without servers."""
+    here = _here(p)
+    more = f"and {len(here) - MAX_SERVERS} more" if len(here) > MAX_SERVERS else ""
+    rows = [_facts(server) for server in here[:MAX_SERVERS]]
+    return fact_table(rows, width, drop=("host", "traffic", "backup", "primary"), more=more)
+
+
+def server_lines(p: RunState) -> list[str]:
+    """A line for each server, with everything."""
+    return ["  ".join(filter(None, _facts(server).values())) for server in _here(p)]
+
+
+def _here(p: RunState) -> list[ServerSummary]:
+    return [server for server in p.servers.values() if server.state not in GONE]
+
+
+def _facts(server: ServerSummary) -> dict[str, str]:
+    primary, backup = _held_cells(server)
+    return {
+        "name": server.name,
+        "state": server.state,
+        "primary": primary,
+        "backup": backup,
+        "traffic": _traffic(server),
+        "host": server.host,
+    }
 
 
 def summary(p: RunState) -> str:
@@ -48,7 +67,8 @@ def _traffic(server: ServerSummary) -> str:
     if not served:
         return ""
     moved = f"{formatting.size(served.get('bytes_in', 0))} in, {formatting.size(served.get('bytes_out', 0))} out"
-    return f"{formatting.count(served.get('pushes', 0))} pushes, {moved}"
+    pushes = int(served.get("pushes", 0))
+    return f"{pushes:,} push{'' if pushes == 1 else 'es'}, {moved}"
 
 
 def _codec_saved_bytes(p: RunState) -> float:

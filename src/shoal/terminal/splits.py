@@ -56,13 +56,13 @@ def _print_checks(
 
 
 def _print_clusters(console: Console, clusters: Mapping[str, Any]) -> None:
-    count = formatting.count(clusters["count"])
-    console.print(Text(f"{count} clusters of {clusters['smallest']} to {clusters['largest']} samples"))
+    count = plural(clusters["count"], "cluster")
+    console.print(Text(f"{count} of {clusters['smallest']} to {plural(clusters['largest'], 'sample')}"))
     for fold, found in clusters["folds"].items():
         if found["distance"] is None:
             continue
         line = (
-            f"fold {fold}: {found['on_both_sides']} clusters are on both sides; held-out samples are "
+            f"fold {fold}: on both sides: {plural(found['on_both_sides'], 'cluster')}; held-out samples are "
             f"{found['distance']:.3g} from the nearest training sample (median), {found['random_distance']:.3g} in a "
             "random split"
         )
@@ -91,5 +91,5 @@ def _describe(part: Mapping[str, Any]) -> str:
     if "time" in part:
         found.append(f"from {part['time'][0]} to {part['time'][1]}")
     if "groups" in part:
-        found.append(f"{formatting.count(part['groups'])} groups")
+        found.append(plural(part["groups"], "group"))
     return "; ".join(found)

@@ -237,7 +237,7 @@ def _attached(built: BuiltJob, paths: RunPaths) -> AttachedWorker | None:
     if not isinstance(built.model, WholeJobModel):
         return None
     replica = built.model.replica
-    return AttachedWorker(replica.model, replica.optimizer, replica.device, str(paths.root))
+    return AttachedWorker(replica.model, replica.every_optimizer, replica.device, str(paths.root))
 
 
 def _watched_batches(batches: BatchLoader, watch: WatchLocally) -> Any:
@@ -255,7 +255,6 @@ def conclude_run(
         "run_weights_sha256": final.weights_sha256,
         "metrics": progress.metrics,
         **Fitted.of(built.data.train.source).model_info(),
-        "input_columns": built.data.train.source.input_columns,
         "example": describe_example(built.example.inputs),
         "code": pack_model_code(output.paths.model, job.base_dir),
     }

@@ -49,7 +49,9 @@ def write_predictions(
         base_dir=job.base_dir,
         notify=lambda message: stream.emit("note", message=message),
         fitted=known,
+        labelled=False,
     )
+    names = opened.own_column(opened.name_column) if opened.name_column else None
     size = job.evaluate.batch_size or job.batch_size
     count = -(-len(opened) // size)
     batches = evaluation_batches(
@@ -69,8 +71,9 @@ def write_predictions(
             with replica.autocast_context(), wrap_user_errors("SH401", f"prediction, chunk {chunk}"):
                 output = task.predict(replica.model, batch)
             columns = prediction_columns(output, batch.size, task, known.classes)
-            numbers = pa.array(np.arange(chunk * size, chunk * size + batch.size, dtype=np.int64))
-            record = pa.record_batch({"row": numbers, **columns})
+            numbers = np.arange(chunk * size, chunk * size + batch.size, dtype=np.int64)
+            known_as = {} if names is None else {str(opened.name_column): pa.array(names[numbers])}
+            record = pa.record_batch({"row": pa.array(numbers), **known_as, **columns})
             writer = writer or pa.ipc.new_file(file, record.schema)
             writer.write_batch(record)
         if writer is not None:

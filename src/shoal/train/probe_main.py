@@ -95,9 +95,8 @@ def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
     else:
         metrics = {}
     tensors = (*replica.model.parameters(), *replica.model.buffers())
-    state = sum(
-        t.numel() * t.element_size() for s in replica.optimizer.state.values() for t in s.values() if torch.is_tensor(t)
-    )
+    kept = (value for one in replica.every_optimizer for state in one.state.values() for value in state.values())
+    state = sum(t.numel() * t.element_size() for t in kept if torch.is_tensor(t))
     return {
         "samples": built.data.sizes,
         "skipped": built.data.skipped_rows,

@@ -170,7 +170,7 @@ class LearningRateFinder:
 
     def watch(self, event: Event) -> str | None:
         if event.kind == "before_step" and self._worker is not None:
-            for group in self._worker.optimizer.param_groups:
+            for group in [group for one in self._worker.optimizers for group in one.param_groups]:
                 group["lr"] = self.rate(event.step or 0)
         if event.kind != "step":
             return None

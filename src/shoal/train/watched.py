@@ -22,12 +22,19 @@ from shoal.train.reporting import Reporter
 
 @dataclass(frozen=True)
 class AttachedWorker:
-    """This worker's own objects. A watcher may look at them; what it changes must be the same on every worker."""
+    """This worker's own objects. A watcher may look at them; what it changes must be the same on every worker.
+
+    `optimizers` are all of a Task with several, in the order of the Task; `optimizer` is the first.
+    """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     device: torch.device
     directory: str
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizers[0]
 
 
 class Batches(Protocol):

@@ -8,6 +8,7 @@ nothing else. A watcher that writes output sets `alone = True`: then only one wo
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Protocol
 
 from shoal.errors import error
@@ -98,7 +99,8 @@ class EarlyStopping:
 
 
 class TensorBoard:
-    """Writes losses and metrics for TensorBoard: `watchers: [tensorboard]`."""
+    """Writes losses and metrics for TensorBoard: `watchers: [tensorboard]`. Each worker that writes begins a file that
+    hides what earlier ones wrote of its first step and later ones: those steps are computed again."""
 
     alone = True
 
@@ -109,15 +111,19 @@ class TensorBoard:
             raise error(
                 "SH207", "TensorBoard is not installed", where="watchers", fix="pip install 'shoal[tensorboard]'"
             ) from failure
-        self._writer: Any = SummaryWriter(directory)
+        self._open = partial(SummaryWriter, directory)
+        self._writer: Any = None
 
     def watch(self, event: Event) -> str | None:
+        if event.kind in ("step", "evaluated") and self._writer is None:
+            self._writer = self._open(purge_step=event.step)
         if event.kind == "step":
             self._writer.add_scalar("train/loss", event["loss"], event.step)
             self._writer.add_scalar("train/lr", event["lr"], event.step)
         elif event.kind == "evaluated":
             for name, value in event["metrics"].items():
                 self._writer.add_scalar(f"{event['split']}/{name}", value, event.step)
-        elif event.kind in ("finished", "left"):
+        elif event.kind in ("finished", "left") and self._writer is not None:
             self._writer.close()
+            self._writer = None
         return None

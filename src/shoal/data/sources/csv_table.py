@@ -90,7 +90,7 @@ class CsvSchema:
 
 
 def _choose(spec: CsvSourceConfig, kinds: dict[str, ColumnKind], options: SourceOptions) -> ColumnLayout:
-    return choose_columns(spec, kinds, not_inputs=options.not_inputs, where=spec.path)
+    return choose_columns(spec, kinds, not_inputs=options.not_inputs, trained=options.input_columns, where=spec.path)
 
 
 def _infer_schema(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -31,9 +31,10 @@ Collate = Callable[[list[Any]], Any]
 
 def open_python(spec: PythonSourceConfig, options: SourceOptions) -> DataSource:
     dataset = _build_dataset(spec.factory, options.base_dir)
-    if type(dataset).__module__ == HUGGING_FACE_MODULE:
-        return HuggingFaceSource(dataset, options.classes)
     collate = bind_collate(spec.collate, base_dir=options.base_dir)
+    if type(dataset).__module__ == HUGGING_FACE_MODULE:
+        own = None if collate is None else functools.partial(make_batch, collate=collate)
+        return HuggingFaceSource(dataset, options.classes, make_batch=own)
     if type(dataset).__module__ == HUGGING_FACE_STREAM_MODULE:
         collate = collate or collate_rows
     if isinstance(dataset, IterableDataset):
@@ -209,8 +210,8 @@ def _split_target(value: Any, sample: Any) -> tuple[tuple[Any, ...], Any]:
     """Inputs and target. The sample shows whether it is a pair, because collating turns tuples into lists."""
     if isinstance(sample, list | tuple) and len(sample) > 1:
         return tuple(value[:-1]), value[-1]
-    if isinstance(value, dict):
-        return (value,), value.get("labels", value.get("label"))
+    if isinstance(value, Mapping):  # also a BatchEncoding, as collators of transformers return it
+        return (dict(value),), value.get("labels", value.get("label"))
     return (value,), None
 
 

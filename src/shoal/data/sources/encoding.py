@@ -22,6 +22,7 @@ _DAY_S = 86_400.0
 _PERIODS_S = (_DAY_S, 7 * _DAY_S, 365.2425 * _DAY_S)
 _MONDAY_S = 4 * _DAY_S  # 1970-01-05
 _ISO_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?)?$"
+_ISO_TIME_WITH_ZONE = r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d(:?\d\d)?)$"
 Numbers = npt.NDArray[np.float64]
 
 
@@ -71,7 +72,7 @@ def apply(column: pa.Array, encoder: ColumnEncoder) -> Array:
     if encoder.how in ("onehot", "number"):
         return _apply_categories(column, encoder)
     numbers = to_numbers(column)
-    gaps = np.asarray(column.is_null())
+    gaps = np.asarray(column.is_null(nan_is_null=True))
     if encoder.missing is not None:
         numbers = np.where(gaps, encoder.mean if isinstance(encoder.missing, str) else encoder.missing, numbers)
     match encoder.how:
@@ -121,13 +122,19 @@ def to_numbers(column: pa.Array) -> Numbers:
 def _seconds(column: pa.Array) -> Numbers:
     if is_text(column.type):
         words = pc.utf8_trim_whitespace(column)
-        column = pc.if_else(pc.match_substring_regex(words, _ISO_TIME), words, pa.scalar(None, words.type))
+        plain, zoned = (_matching(words, pattern) for pattern in (_ISO_TIME, _ISO_TIME_WITH_ZONE))
+        with_zone = zoned.cast(pa.timestamp("us", tz="UTC")).cast(pa.timestamp("us"))
+        column = pc.coalesce(plain.cast(pa.timestamp("us")), with_zone)
     if pa.types.is_time(column.type):
         column = column.cast(pa.time64("us"))
     else:
         column = column.cast(pa.timestamp("us"), safe=False)
     whole = column.cast(pa.int64())
     return np.asarray(whole.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)) / 1e6
+
+
+def _matching(words: pa.Array, pattern: str) -> pa.Array:
+    return pc.if_else(pc.match_substring_regex(words, pattern), words, pa.scalar(None, words.type))
 
 
 def _to_words(column: pa.Array) -> pa.Array:

@@ -49,16 +49,19 @@ def _partition_words(file: str, path: str) -> dict[str, str | None]:
     fixed = path.split("://", 1)[-1]
     parts = [part for part in fixed.split("/") if part not in ("", ".")]
     first_magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    below = _below(file, parts[:first_magic])
+    starts = [parts[:first_magic]]
+    if "://" in path:  # files of sftp:// and hdfs:// are named without their host
+        starts.append(parts[1:first_magic])
+    below = next(filter(None, (_below(file, start) for start in starts)), file.rsplit("/", 1)[-1])
     pairs = [part.split("=", 1) for part in below.split("/")[:-1] if "=" in part[1:]]
     return {unquote(name): None if word == _NULL else unquote(word) for name, word in pairs}
 
 
 def _below(file: str, fixed: list[str]) -> str:
-    """The part of a file's path after the directories that the job names."""
+    """The part of a file's path after the directories that the job names; '' if they are not in it."""
     end = "/".join(part for part in fixed if part != "..")
     place = file.rfind(f"/{end}/") if end else -1
-    return file[place + len(end) + 2 :] if place >= 0 else file.rsplit("/", 1)[-1]
+    return file[place + len(end) + 2 :] if place >= 0 else ""
 
 
 def _typed(words: list[str | None]) -> pa.Array:

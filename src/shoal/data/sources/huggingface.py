@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _READERS = {
     ".txt": "from_text",
 }
 _TOKENIZE_ROWS = 1024
+MakeBatch = Callable[[list[Any], Ids], Batch]
+"""A batch of these samples, which have these ids."""
 
 
 def open_huggingface(spec: HuggingFaceSourceConfig, options: SourceOptions) -> DataSource:
@@ -112,7 +114,8 @@ class Tokenizer:
 
 
 class HuggingFaceSource(DataSource):
-    """A map-style dataset. The columns of the table are columns for splits and samplers."""
+    """A map-style dataset. The columns of the table are columns for splits and samplers. `make_batch` collates rows as
+    the user wants it; without it, columns of numbers are padded."""
 
     in_memory = False
 
@@ -123,13 +126,16 @@ class HuggingFaceSource(DataSource):
         *,
         tokenizer: Tokenizer | None = None,
         labels: str | None = None,
+        make_batch: MakeBatch | None = None,
     ) -> None:
         if len(dataset) == 0:
             raise error("SH302", "the dataset is empty", where="data.source")
         self._dataset = dataset.with_format(None)
         self._tokenizer = tokenizer
         self._labels = labels or next((n for n in (LABELS, "label") if n in dataset.column_names), None)
-        self._inputs = [] if tokenizer else _number_columns(dataset, leave_out=self._labels)
+        self._make_batch = make_batch
+        self.per_sample = make_batch is not None
+        self._inputs = [] if tokenizer else _number_columns(dataset, leave_out=self._labels, needed=make_batch is None)
         self.classes = self._find_classes(classes)
 
     def __len__(self) -> int:
@@ -137,10 +143,18 @@ class HuggingFaceSource(DataSource):
 
     def take(self, ids: Ids) -> Batch:
         rows = self._dataset[[int(i) for i in ids]]
+        if self._make_batch is not None:
+            return self._make_batch(self._samples(rows), ids)
         values = self._encode(rows)
         padding = PADDING | (self._tokenizer.padding if self._tokenizer else {})
         batch = {name: to_tensor(column, name, padding.get(name, 0)) for name, column in values.items()}
         return Batch((batch,), batch.get(LABELS), len(ids))
+
+    def _samples(self, rows: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The rows one by one, with class numbers for labels that are texts."""
+        if self._labels is not None and self._labels in rows:
+            rows = {**rows, self._labels: self._numbered(rows[self._labels])}
+        return [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
 
     def _encode(self, rows: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = self._tokenizer.encode(rows) if self._tokenizer else {n: rows[n] for n in self._inputs}
@@ -186,7 +200,7 @@ class HuggingFaceSource(DataSource):
         for first in range(0, len(self), _TOKENIZE_ROWS):
             values = self._encode(self._dataset[first : first + _TOKENIZE_ROWS])
             lists = next((v for n, v in values.items() if n != LABELS and isinstance(v[0], list)), None)
-            found += [len(one) for one in lists] if lists else [1] * len(next(iter(values.values())))
+            found += [len(one) for one in lists] if lists else [1] * min(_TOKENIZE_ROWS, len(self) - first)
         return np.array(found, dtype=np.int64)
 
 
@@ -206,10 +220,10 @@ def _as_list(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | Tensor) else value
 
 
-def _number_columns(dataset: Any, *, leave_out: str | None) -> list[str]:
+def _number_columns(dataset: Any, *, leave_out: str | None, needed: bool) -> list[str]:
     """The columns that a model can take: numbers, and lists of them."""
     found = [n for n, kind in dataset.features.items() if n != leave_out and _is_number(kind)]
-    if not found:
+    if needed and not found:
         names = ", ".join(dataset.column_names)
         fix = "Give a `tokenizer` and the column of `text`."
         raise error("SH802", f"no column has numbers for the model: {names}", where="data.source", fix=fix)

@@ -19,10 +19,12 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", 
 
 
 class ImageFolderSource(DataSource):
-    """Pixels as floats in 0..1, shaped (channels, height, width). The class is the name of the folder."""
+    """Pixels as floats in 0..1, shaped (channels, height, width). The class is the name of the folder, if there are
+    labels."""
 
     in_memory = False
     per_sample = True
+    name_column = "path"
 
     def __init__(self, spec: ImagesSourceConfig, options: SourceOptions) -> None:
         self._pixels = PixelReader(channels=spec.channels, size=spec.size)
@@ -32,7 +34,7 @@ class ImageFolderSource(DataSource):
         self.classes = options.classes or tuple(sorted(set(names)))
         self._files = files
         self._paths = [local_path(file, options=options) for file in files]
-        self._labels = _class_numbers(names, files, self.classes)
+        self._labels = _class_numbers(names, files, self.classes) if options.labelled else None
         if options.skip_bad_rows:
             self._skip_unreadable()
         self._first_shape: tuple[int, ...] | None = None
@@ -48,12 +50,15 @@ class ImageFolderSource(DataSource):
                 raise error("SH306", f"an image of {format_size(image.shape)} among images of {format_size(shape)}",
                             where=self._paths[i], fix="Set data.source.size: [height, width].")  # fmt: skip
         pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
-        return Batch((pixels.float().div_(255),), torch.from_numpy(self._labels[ids]), len(ids))
+        target = None if self._labels is None else torch.from_numpy(self._labels[ids])
+        return Batch((pixels.float().div_(255),), target, len(ids))
 
     def sizes(self) -> Array:
         return np.array([file.size_bytes for file in self._files], dtype=np.int64)
 
     def targets(self) -> Array:
+        if self._labels is None:
+            raise error("SH303", "the images have no target")
         return self._labels
 
     def own_columns(self) -> list[str]:
@@ -80,7 +85,7 @@ class ImageFolderSource(DataSource):
             raise error("SH302", "no readable image", where=os.path.dirname(self._paths[0]))
         self._files = [self._files[i] for i in good]
         self._paths = [self._paths[i] for i in good]
-        self._labels = self._labels[good]
+        self._labels = None if self._labels is None else self._labels[good]
 
 
 def _class_name(file: DataFile) -> str:

@@ -30,7 +30,12 @@ def open_parquet(spec: ParquetSourceConfig, options: SourceOptions) -> DataSourc
     files = find_files(spec.path, options=options, suffixes=_SUFFIXES)
     reader = ParquetReader([ensure_seekable(file, options=options) for file in files], spec.path)
     layout = choose_columns(
-        spec, reader.kinds, not_inputs=options.not_inputs, token_columns=reader.token_columns, where=spec.path
+        spec,
+        reader.kinds,
+        not_inputs=options.not_inputs,
+        trained=options.input_columns,
+        token_columns=reader.token_columns,
+        where=spec.path,
     )
     tell_left_out(spec, reader.kinds, options)
     group_bytes = [reader.decoded_bytes(i, layout) for i in range(len(reader.groups))]

@@ -15,6 +15,7 @@ import numpy as np
 from shoal.data.batch import Batch
 from shoal.data.source import Array, DataSource, Ids
 from shoal.errors import error
+from shoal.spec.resolve import is_users_failure, user_error
 
 DEFAULT_WINDOW = 1024
 _MAX_CURSORS = 2
@@ -42,6 +43,10 @@ class _Cursor:
             except StopIteration:
                 message = f"the stream ends after {self.next} samples, and sample {stop - 1} is needed"
                 raise error("SH835", message, where="data.source") from None
+            except BaseException as failure:
+                if not is_users_failure(failure):
+                    raise
+                raise user_error("SH309", failure, f"sample {self.next} of the stream") from failure
             if self.next >= stop - self._keep:  # what is skipped is not kept
                 self._kept[self.next] = sample
                 self._kept.pop(self.next - self._keep, None)

@@ -77,14 +77,18 @@ def choose_columns(
     kinds: Mapping[str, ColumnKind],
     *,
     not_inputs: Iterable[str] = (),
+    trained: tuple[str, ...] | None = None,
     token_columns: Iterable[str] = (),
     where: str,
 ) -> ColumnLayout:
-    """The layout for a spec and columns of these kinds. `token_columns` are lists of integers."""
+    """The layout for a spec and columns of these kinds. `trained` are the inputs of the training data, if this is other
+    data. `token_columns` are lists of integers."""
     targets = _names(spec.target)
     encoded = spec.encode or {}
     check_encodings(spec, kinds, where=where)
-    if spec.inputs is None:
+    if spec.inputs is None and trained is not None:
+        inputs = trained
+    elif spec.inputs is None:
         others = {*targets, *not_inputs}
         usable = [name for name, kind in kinds.items() if kind in _NUMERIC or name in encoded]
         inputs = tuple(name for name in usable if name not in others)

@@ -51,6 +51,7 @@ class TarShardSource(DataSource):
 
     in_memory = False
     per_sample = True
+    name_column = "key"
 
     def __init__(
         self,
