@@ -128,6 +128,33 @@ def test_a_fork_server_that_still_imports_is_closed_at_once(environment, tmp_pat
     assert not psutil.pid_exists(fork_server._process.pid)
 
 
+DRIVER = """
+import os, signal, sys
+from pathlib import Path
+from shoal.fleet.forkserver import ForkServer
+here = Path(sys.argv[1])
+server = ForkServer(dict(os.environ), ["seat_entry", "slow"])
+server.start("late", "seat_entry", ["--seat", "0", "0"], logs=here / "late", environment=dict(os.environ))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_is_forked_for_a_driver_that_was_killed(environment, tmp_path):
+    """The next driver would not find a process that is born after it has looked."""
+    importing, go_on = tmp_path / "importing", tmp_path / "go-on"
+    os.mkfifo(importing)
+    os.mkfifo(go_on)
+    (tmp_path / "slow.py").write_text(
+        f"import os\nopen({str(importing)!r}, 'w').write(str(os.getpid()))\nopen({str(go_on)!r}).read()\n"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], env=environment)
+    fork_server = psutil.Process(int(importing.read_text()))
+    assert driver.wait() == -signal.SIGKILL
+    go_on.write_text("")
+    fork_server.wait(30)
+    assert not (tmp_path / "late.log").exists()
+
+
 def test_an_interpreter_without_shoal_is_told(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 3\n")

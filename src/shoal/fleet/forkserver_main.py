@@ -5,7 +5,8 @@ A process that is tied to the fork server is killed by the kernel when the fork 
 It is started as `python -m shoal.fleet.forkserver_main FD MODULE...` and exchanges lines of JSON over the inherited
 socket: it receives `start`, `kill`, `import` and `hold`, and sends `ready`, `born` and `gone`. It never runs code of a
 worker itself, so it stays single-threaded and safe to fork. What it holds is opened in its own thread. It exits when
-its driver is gone; workers notice that their parent has changed.
+its driver is gone, and then starts nothing that was asked for while it imported: the next driver of a run looks for
+processes once, and would not find one that is born later. Workers notice that their parent has changed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -82,7 +84,16 @@ def serve(control: socket.socket, failures: dict[str, BaseException]) -> None:
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
+                if _has_hung_up(control):
+                    return
                 _handle(json.loads(line), control, children, failures)
+
+
+def _has_hung_up(control: socket.socket) -> bool:
+    """Whether the other end is closed, even if it left commands behind."""
+    poll = select.poll()
+    poll.register(control, 0)  # a hang-up is always told
+    return bool(poll.poll(0))
 
 
 def _handle(
