@@ -46,10 +46,26 @@ def test_no_extreme_is_lost_at_any_zoom(moves, one, other, at_most, rewinds):
             points = [point for point in points if point[0] < step]
         series.add(step, float(n), value)
         points.append((step, value))
-        if n % 17 == 0:  # levels are made and extended on the way
+        if n % 17 == 0:  # blocks are made on the way
             check(series, points, first=0, last=10**9, at_most=3)
     check(series, points, first=min(one, other), last=max(one, other), at_most=at_most)
     check(series, points, first=0, last=10**9, at_most=at_most)
+
+
+def test_no_extreme_is_lost_in_bins_of_many_blocks():
+    draws = np.random.default_rng(0)
+    values = draws.normal(size=5000)
+    values[draws.random(5000) < 0.02] = math.nan
+    values[1024:1152] = math.inf  # whole blocks without a finite value
+    points = [(3 * n + 1, float(value)) for n, value in enumerate(values)]
+    series = Series()
+    for step, value in points:
+        series.add(step, 0.0, value)
+        if step == 7000:
+            check(series, points[: len(series)], first=0, last=10**9, at_most=5)
+    for at_most in (1, 2, 3, 5, 10, 19, 40):
+        for first, last in [(0, 10**9), (100, 14_000), (3000, 3600), (*sorted(draws.integers(0, 15_000, 2)),)]:
+            check(series, points, first=first, last=last, at_most=at_most)
 
 
 def test_old_buckets_never_change_while_a_series_grows():

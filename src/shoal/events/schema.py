@@ -577,6 +577,11 @@ def from_row(row: Any) -> Event | None:
         for former, today in FORMER_FIELDS[kind].items():
             if former in row and today not in row:
                 row[today] = row.pop(former)
-    if not (is_finite(t) and 0 <= t < MAX_TIME_S and type(who) is str and (step is None or is_count(step))):
+    if not (
+        (type(t) is float or is_finite(t))
+        and 0 <= t < MAX_TIME_S
+        and type(who) is str
+        and (step is None or is_count(step))
+    ):
         return None
     return Event(kind, t, who, step, row) if found.accepts(row) else None

@@ -244,15 +244,17 @@ class LineTail:
             file.seek(self._position)
             while self._position < size:
                 line = file.readline(MAX_LINE_BYTES + 1)
-                is_end = line.endswith(b"\n")
-                if not is_end and len(line) <= MAX_LINE_BYTES:
-                    return
                 self._position += len(line)
-                self._beginning = self._beginning or line
-                if is_end:
-                    whole, self._beginning = self._beginning, b""
-                    self.offset = self._position
-                    yield whole.removesuffix(b"\n")
+                if line[-1:] != b"\n":
+                    if len(line) <= MAX_LINE_BYTES:
+                        self._position -= len(line)
+                        return
+                    self._beginning = self._beginning or line
+                    continue
+                self.offset = self._position
+                if self._beginning:
+                    line, self._beginning = self._beginning, b""
+                yield line.removesuffix(b"\n")
 
     def read_new(self) -> list[str]:
         return [line.decode(errors="replace") for line in self.read_new_bytes()]

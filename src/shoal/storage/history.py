@@ -13,6 +13,7 @@ import json
 import os
 import threading
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
@@ -31,10 +32,10 @@ MAX_MARKS = 2000
 MIN_NEW_BYTES = 1 << 20
 """Bytes that a reader must have folded before it writes the file again."""
 MAX_HEADER_BYTES = 1 << 26
-MARKED_KINDS = (
+MARKED_KINDS = frozenset({
     "run_started", "view", "worker_died", "server_died", "evicted", "left", "server_left", "resumed", "saved",
     "save_failed", "replan", "servers_lost", "residual_lost", "failed", "finished", "run_ended",
-)  # fmt: skip
+})  # fmt: skip
 
 EXPECTED, MEASURED = "step s/expected", "step s/measured"
 """Seconds of a step: what the plan says, and what it took. Only planned runs have them."""
@@ -82,7 +83,7 @@ class RunHistory:
         self._load()
 
     def _start_again(self) -> None:
-        self.series: dict[str, Series] = {}
+        self.series: defaultdict[str, Series] = defaultdict(Series)
         self.timeline = WorkerTimeline()
         self.marks: list[Mark] = []
         self.step = 0
@@ -117,35 +118,29 @@ class RunHistory:
         if self._reader.offset - self._saved_offset >= MIN_NEW_BYTES:
             self.save()
 
-    def add_point(self, name: str, event: Event, value: float) -> None:
-        series = self.series.get(name)
-        if series is None:
-            series = self.series.setdefault(name, Series())
-        series.add(event.step or 0, event.t, value)
-
     def fold_step(self, event: Event) -> None:
-        fields = event.fields
-        self.timeline.add(event.who, event.t, fields)
+        fields, who, t, series = event.fields, event.who, event.t, self.series
+        self.timeline.add(who, t, fields)
         wall_s = fields.get("wall_s", 0.0)
         if wall_s > 0:
-            self._speeds[event.who] = fields.get("samples", 0) / wall_s
-        if not self._savers.get(event.who, True):
+            self._speeds[who] = fields.get("samples", 0) / wall_s
+        if not self._savers.get(who, True):
             return
-        self.step = event.step or 0
+        self.step = step = event.step or 0
         for name in ("loss", "lr"):
             value = fields.get(name)
             if value is not None:
-                self.add_point(name, event, value)
+                series[name].add(step, t, value)
         if wall_s > 0:
-            self.add_point("samples/s", event, sum(self._speeds.values()))
-            if EXPECTED in self.series:
-                self.add_point(MEASURED, event, wall_s / max(fields.get("steps", 1), 1))
+            series["samples/s"].add(step, t, sum(self._speeds.values()))
+            if EXPECTED in series:
+                series[MEASURED].add(step, t, wall_s / max(fields.get("steps", 1), 1))
 
     def fold_plan(self, event: Event) -> None:
-        self.add_point(EXPECTED, event, event["prediction"]["step_s"])
+        self.series[EXPECTED].add(event.step or 0, event.t, event["prediction"]["step_s"])
 
     def fold_replan(self, event: Event) -> None:
-        self.series.setdefault(EXPECTED, Series()).add(self.step, event.t, event["expected"]["step_s"])
+        self.series[EXPECTED].add(self.step, event.t, event["expected"]["step_s"])
 
     def fold_joined(self, event: Event) -> None:
         self._savers[event.who] = bool(event.get("saves", True))
@@ -161,7 +156,7 @@ class RunHistory:
         for who in self._speeds or ():  # they evaluate together
             self.timeline.add(who, event.t, {"evaluation_s": event.get("evaluation_s", 0.0)})
         for name, value in event["metrics"].items():
-            self.add_point(f"{event['split']}/{name}", event, value)
+            self.series[f"{event['split']}/{name}"].add(event.step or 0, event.t, value)
 
     def _mark(self, event: Event) -> None:
         who = event.get("worker") or event.get("server") or event.who
@@ -226,7 +221,7 @@ class RunHistory:
 
     def _take(self, header: HistoryHeader, series: dict[str, Series]) -> None:
         self.timeline = WorkerTimeline.from_fields(header["timeline"])
-        self.series, self.marks = series, header["marks"]
+        self.series, self.marks = defaultdict(Series, series), header["marks"]
         self._savers, self._speeds, self.step = header["savers"], header["speeds"], header["step"]
         self._reader = EventReader(self._paths.events, offset=header["offset"])
         self._saved_offset = header["offset"]

@@ -1,19 +1,27 @@
-"""A series of points with bins over them: any range is answered in a bounded number of bins, and no extreme is
-lost. A bin of level k covers `FANOUT ** k` points. Appending changes the last bin of each level only."""
+"""A series of points with extremes over blocks of them: any range is answered in a bounded number of bins, and no
+extreme is lost. Appending makes new blocks and changes no old one."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-FANOUT = 2
+BLOCK = 64
+"""Points of a block. Bins have a power of two of points, so those that are at least as wide consist of whole blocks."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Extremes = tuple[Floats, Floats]
+
+
+class Summary(NamedTuple):
+    """Of consecutive ranges of points: extremes of the finite values (NaN if there is none), and how many are not."""
+
+    least: Floats
+    most: Floats
+    not_finite: Ints
 
 
 @dataclass(frozen=True)
@@ -44,8 +52,7 @@ class Series:
         self.steps, self.values = array("q"), array("d")
         self.times = array("f")  # seconds after `start_t`
         self.start_t = 0.0
-        self._levels: list[Extremes] = []  # extremes by level, from level 1
-        self._covered = 0  # points that the levels cover
+        self._blocks = _summary(np.zeros(0), np.zeros(0, np.int64))  # of whole blocks
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -60,11 +67,12 @@ class Series:
         return same and (len(self) < 2 or bool(np.all(np.diff(np.frombuffer(self.steps, np.int64)) > 0)))
 
     def add(self, step: int, t: float, value: float) -> None:
-        if self.steps and step <= self.steps[-1]:
+        steps = self.steps
+        if steps and step <= steps[-1]:
             self._cut(step)
-        if not self.steps:
+        if not steps:
             self.start_t = t
-        self.steps.append(step)
+        steps.append(step)
         self.times.append(t - self.start_t)
         self.values.append(value)
 
@@ -72,99 +80,79 @@ class Series:
         kept = int(np.searchsorted(np.frombuffer(self.steps, np.int64), step))
         for column in self.columns:
             del column[kept:]
-        self._covered = min(self._covered, kept)
+        self._blocks = Summary(*(column[: kept // BLOCK] for column in self._blocks))
 
     def points(self) -> tuple[Ints, Floats]:
         """A copy of steps and values."""
         return np.array(self.steps, np.int64), np.array(self.values, np.float64)
 
     def bins(self, *, first: int, last: int, at_most: int) -> Bins:
-        """The points with first <= step <= last in at most `at_most` + 1 bins."""
-        if not self.steps:
-            return Bins(*(np.zeros(0, kind) for kind in (int, int, float, float, float, float, int, int)))
-        steps = np.frombuffer(self.steps, np.int64)
-        low, high = int(np.searchsorted(steps, first)), int(np.searchsorted(steps, last, side="right"))
-        level = 0
-        while (high - low) > max(at_most, 1) * FANOUT**level:
-            level += 1
-        return self._cover(low, high, FANOUT**level, level)
-
-    def _cover(self, low: int, high: int, width: int, level: int) -> Bins:
-        """Bucket borders lie at multiples of the width, so that a growing series keeps its old bins."""
+        """The points with first <= step <= last in at most `at_most` + 1 bins. The borders of bins lie at multiples of
+        their width, so a growing series keeps its old bins."""
         steps, times = np.frombuffer(self.steps, np.int64), np.frombuffer(self.times, np.float32)
-        values = np.frombuffer(self.values, np.float64)
-        starts = np.arange(low - low % width, high, width, dtype=np.int64) if high > low else np.zeros(0, np.int64)
-        ends = np.minimum(starts + width, high)
-        starts = np.maximum(starts, low)
-        least, most = self._extremes(values, starts, ends, width, level)
-        lasts = ends - 1
-        is_finite = np.isfinite(values[low:high])
-        before = np.concatenate([[0], np.cumsum(~is_finite)])
+        low, high = int(np.searchsorted(steps, first)), int(np.searchsorted(steps, last, side="right"))
+        width = 1
+        while high - low > max(at_most, 1) * width:
+            width *= 2
+        borders = np.arange(low - low % width, max(low, high), width, dtype=np.int64)
+        starts, ends = np.maximum(borders, low), np.minimum(borders + width, high)
+        found = self._summary_of(starts, ends)
         return Bins(
-            steps[starts],
-            steps[lasts],
-            times[lasts].astype(np.float64) + self.start_t,
-            least,
-            most,
-            _last_finite(values, is_finite, low, starts, lasts),
-            ends - starts,
-            before[ends - low] - before[starts - low],
+            first=steps[starts],
+            steps=steps[ends - 1],
+            t=times[ends - 1].astype(np.float64) + self.start_t,
+            least=found.least,
+            most=found.most,
+            last=self._last_finite(starts, ends),
+            count=ends - starts,
+            not_finite=found.not_finite,
         )
 
-    def _extremes(self, values: Floats, starts: Ints, ends: Ints, width: int, level: int) -> Extremes:
-        if level == 0:
-            shown = values[starts]
-            shown = np.where(np.isfinite(shown), shown, np.nan)
-            return shown, shown
+    def _summary_of(self, starts: Ints, ends: Ints) -> Summary:
+        """Of consecutive ranges; all but the first and the last are equally wide."""
+        values = np.frombuffer(self.values, np.float64)
+        if len(starts) < 3 or ends[1] - starts[1] < BLOCK:
+            low, high = (starts[0], ends[-1]) if len(starts) else (0, 0)
+            return _summary(values[low:high], starts - low)
         self._grow()
-        least, most = np.empty(len(starts)), np.empty(len(starts))
-        ready = self._levels[level - 1] if level <= len(self._levels) else (np.zeros(0), np.zeros(0))
-        whole = (ends - starts == width) & (starts // width < len(ready[0]))
-        for row, column in ((0, least), (1, most)):
-            column[whole] = ready[row][starts[whole] // width]
-        for one in np.flatnonzero(~whole):
-            least[one], most[one] = _range_extremes(values[starts[one] : ends[one]])
-        return least, most
+        inner, end = starts[1:-1] // BLOCK, ends[-2] // BLOCK
+        least, most, not_finite = (column[:end] for column in self._blocks)
+        parts = (
+            _summary(values[: ends[0]], starts[:1]),
+            Summary(np.fmin.reduceat(least, inner), np.fmax.reduceat(most, inner), np.add.reduceat(not_finite, inner)),
+            _summary(values[: ends[-1]], starts[-1:]),
+        )
+        return _joined(parts)
 
     def _grow(self) -> None:
-        """Extend every level to the points that came since; bins that were whole before stay as they are."""
+        """Summarise the whole blocks that came since."""
+        first, last = BLOCK * len(self._blocks.least), len(self) - len(self) % BLOCK
+        values = np.frombuffer(self.values, np.float64)[first:last]
+        self._blocks = _joined((self._blocks, _summary(values, np.arange(0, len(values), BLOCK))))
+
+    def _last_finite(self, starts: Ints, ends: Ints) -> Floats:
+        """The last finite value of each range; NaN if it has none."""
         values = np.frombuffer(self.values, np.float64)
-        first = self._covered - self._covered % FANOUT
-        points = np.where(np.isfinite(values[first:]), values[first:], np.nan)
-        below = points, points  # from position `first` on
-        level, width = 0, FANOUT
-        while len(self) >= width:
-            if len(self._levels) == level:
-                self._levels.append((np.zeros(0), np.zeros(0)))
-            kept, wanted = self._covered // width, len(self) // width
-            span = slice(kept * FANOUT - first, wanted * FANOUT - first)
-            grown = _reduced(self._levels[level], kept, below[0][span], below[1][span])
-            self._levels[level] = below = grown
-            level, width, first = level + 1, width * FANOUT, 0
-        del self._levels[level:]
-        self._covered = len(self)
+        found: Floats = values[ends - 1]
+        for n in np.flatnonzero(~np.isfinite(found)):
+            finite = np.flatnonzero(np.isfinite(values[starts[n] : ends[n]]))
+            found[n] = values[starts[n] + finite[-1]] if len(finite) else np.nan
+        return found
 
 
-def _reduced(old: Extremes, kept: int, least: Floats, most: Floats) -> Extremes:
-    """The first `kept` bins, then those over the extremes of the level below."""
-    return (
-        np.concatenate([old[0][:kept], np.fmin.reduce(least.reshape(-1, FANOUT), axis=1)]),
-        np.concatenate([old[1][:kept], np.fmax.reduce(most.reshape(-1, FANOUT), axis=1)]),
-    )
-
-
-def _range_extremes(values: Floats) -> tuple[Any, Any]:
-    finite = values[np.isfinite(values)]
-    return (finite.min(), finite.max()) if len(finite) else (np.nan, np.nan)
-
-
-def _last_finite(values: Floats, is_finite: NDArray[np.bool_], low: int, starts: Ints, lasts: Ints) -> Floats:
-    """The last finite value of each bin; NaN if it has none."""
+def _summary(values: Floats, starts: Ints) -> Summary:
+    """Of the ranges that begin at `starts`; the last ends with the values."""
     if not len(starts):
-        return np.zeros(0)
-    positions = np.maximum.accumulate(np.where(is_finite, np.arange(len(is_finite)), -1)) + low
-    found = positions[lasts - low]
-    return np.where(found >= starts, values[np.maximum(found, 0)], np.nan)
+        return Summary(np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
+    values, starts = values[starts[0] :], starts - starts[0]
+    is_finite = np.isfinite(values)
+    shown = values if is_finite.all() else np.where(is_finite, values, np.nan)
+    not_finite = np.add.reduceat(~is_finite, starts, dtype=np.int64)
+    return Summary(np.fmin.reduceat(shown, starts), np.fmax.reduceat(shown, starts), not_finite)
+
+
+def _joined(parts: tuple[Summary, ...]) -> Summary:
+    return Summary(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def first_difference(one: tuple[Ints, Floats], other: tuple[Ints, Floats]) -> int | None:
