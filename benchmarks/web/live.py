@@ -3,8 +3,9 @@
 `pixel`: rows are appended to a run whose page is open in Chromium; the page itself notes when its curve has changed.
 `training`: one run trains all the time, and windows with and without an open page take turns, so that both see the same
 machine. Their order changes each time, and a pair gives one ratio of steps per second. `stream` is a reader of the
-server's messages instead of a browser: what remains if the browser is on another machine. Needs what
-`tools/install_browser.sh` installs.
+server's messages instead of a browser: what remains if the browser is on another machine. Windows differ by some per
+cent without any page, so the server's own share of a core is told too: on a machine without a free core, training loses
+that. Needs what `tools/install_browser.sh` installs.
 """
 
 from __future__ import annotations
@@ -106,34 +107,38 @@ def slowed(scratch: Path, *, pairs: int, window_s: float) -> dict[str, Any]:
         time.sleep(10)  # the first windows are not slower
         rows = []
         for side in ("stream", "page"):
-            ratios = []
+            ratios, shares = [], []
             for n in range(pairs):
                 speeds = {}
                 for is_open in (True, False) if n % 2 else (False, True):
-                    speeds[is_open] = speed(paths, side if is_open else "", browser, window_s=window_s)
+                    speeds[is_open], share = speed(paths, side if is_open else "", browser, window_s=window_s)
+                    shares += [share] if is_open else []
                 ratios.append(1 - speeds[True] / speeds[False])
             error = statistics.stdev(ratios) / len(ratios) ** 0.5
             rows.append({"open": side, "pairs": pairs, "slowed %": round(100 * statistics.median(ratios), 2),
-                         "mean %": round(100 * statistics.fmean(ratios), 2), "± %": round(100 * error, 2)})  # fmt: skip
+                         "mean %": round(100 * statistics.fmean(ratios), 2), "± %": round(100 * error, 2),
+                         "server, % of a core": round(100 * statistics.median(shares), 2)})  # fmt: skip
     return {"what": f"steps/s of a run on one worker, windows of {window_s:g} s", "rows": rows}
 
 
-def speed(paths: RunPaths, side: str, browser: Any, *, window_s: float) -> float:
-    """Steps per second while the page is open, or, without a side, while there is no server."""
+def speed(paths: RunPaths, side: str, browser: Any, *, window_s: float) -> tuple[float, float]:
+    """Steps per second while the page is open, and the server's share of a core. Without a side there is no server."""
     with contextlib.ExitStack() as opened:
+        server = None
         if side:
             server = opened.enter_context(Served(paths.root.parent))
             look: AbstractContextManager[Any] = open_page(browser, server, paths.name)
             opened.enter_context(look if side == "page" else reading(server, paths.name))
         time.sleep(1)
-        begin_t = time.time()
+        begin_t, before_s = time.time(), server.cpu_s if server else 0.0
         time.sleep(window_s)
+        share = (server.cpu_s - before_s) / window_s if server else 0.0
         seen = [
             (event.t, event.step)
             for event in read_events(paths.events)
             if event.kind == "step" and event.t >= begin_t and event.step is not None
         ]
-    return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+    return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0]), share
 
 
 @contextlib.contextmanager

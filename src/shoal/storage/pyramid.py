@@ -23,6 +23,9 @@ class Summary(NamedTuple):
     most: Floats
     not_finite: Ints
 
+    def first(self, count: int) -> Summary:
+        return Summary(self.least[:count], self.most[:count], self.not_finite[:count])
+
 
 @dataclass(frozen=True)
 class Bins:
@@ -80,7 +83,7 @@ class Series:
         kept = int(np.searchsorted(np.frombuffer(self.steps, np.int64), step))
         for column in self.columns:
             del column[kept:]
-        self._blocks = Summary(*(column[: kept // BLOCK] for column in self._blocks))
+        self._blocks = self._blocks.first(kept // BLOCK)
 
     def points(self) -> tuple[Ints, Floats]:
         """A copy of steps and values."""
@@ -116,7 +119,7 @@ class Series:
             return _summary(values[low:high], starts - low)
         self._grow()
         inner, end = starts[1:-1] // BLOCK, ends[-2] // BLOCK
-        least, most, not_finite = (column[:end] for column in self._blocks)
+        least, most, not_finite = self._blocks.first(end)
         parts = (
             _summary(values[: ends[0]], starts[:1]),
             Summary(np.fmin.reduceat(least, inner), np.fmax.reduceat(most, inner), np.add.reduceat(not_finite, inner)),
