@@ -1,7 +1,10 @@
 """Manifests: valid by the schemas of Kubernetes, JobSet and KubeRay, and what schemas do not see."""
 
 import json
+import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from shoal.cli import app
-from shoal.errors import ShoalError
+from shoal.errors import EXIT_DATA, EXIT_JOB, EXIT_TRAIN, ShoalError
+from shoal.jobs.remote import manifest
 from shoal.jobs.remote.manifest import KINDS, PodSettings, make_manifest, object_name
 from shoal.spec.load import make_job
 from tests.conftest import MLP
@@ -108,6 +112,58 @@ def test_what_schemas_do_not_see(name, least, more, workers, port):
     (cluster,) = (one["spec"]["rayClusterSpec"] for one in make_manifest(made, "rayjob", pod, workers=workers))
     (group,) = cluster["workerGroupSpecs"]
     assert group["minReplicas"] <= group["replicas"] == workers <= group["maxReplicas"]
+
+
+def test_a_jobset_is_not_tried_again_after_an_error_of_the_job():
+    """An eviction does not count, and a worker that cannot build the job on its node does not end the run."""
+    (_, jobset) = make_manifest(job(workers=2), "jobset", PodSettings("x", "job.yaml"))
+    driver, workers = (part["template"]["spec"]["podFailurePolicy"] for part in jobset["spec"]["replicatedJobs"])
+    taken, own = driver["rules"]
+    assert workers["rules"] == [taken]
+    assert (own["action"], own["onExitCodes"]["values"]) == ("FailJob", [EXIT_JOB, EXIT_DATA, EXIT_TRAIN])
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+SUBMITTER = """
+until true >/dev/null 2>&1 ; do sleep 2 ; done ; if ! false ; then ray job submit --no-wait -- {entrypoint} ; fi ;
+"""
+"""What KubeRay runs with `bash -c` in a pod of its own."""
+
+
+@pytest.mark.parametrize("quote", [shlex.join, subprocess.list2cmdline], ids=["Ray", "older Ray"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_driver_of_a_rayjob_starts_on_the_head_and_nowhere_else(tmp_path, monkeypatch, begun, quote):
+    """Through three shells: of KubeRay's pod, of Ray's job on the head, and our own."""
+    monkeypatch.setattr(manifest, "RUNS_DIR", str(tmp_path / "runs"))
+    (tmp_path / "job").mkdir()
+    (tmp_path / "runs" / "mlp-1").mkdir(parents=True)
+    if begun:
+        (tmp_path / "runs" / "mlp-1" / "job.yaml").touch()
+    for name in ("ray", "shoal"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\npwd >>{tmp_path}/{name}.txt\nprintf "%s\\n" "$@" >>{tmp_path}/{name}.txt\n')
+        program.chmod(0o755)
+    (made,) = make_manifest(job(), "rayjob", PodSettings("x", "my job.yaml", directory=str(tmp_path / "job")))
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    submitter = SUBMITTER.format(entrypoint=made["spec"]["entrypoint"])
+    subprocess.run(["bash", "-ec", submitter], env=path | {"POD_IP": "10.0.0.1"}, cwd=tmp_path, check=True)
+    assert not (tmp_path / "shoal.txt").exists()
+    where, *words = (tmp_path / "ray.txt").read_text().splitlines()
+    assert words[:4] == ["job", "submit", "--no-wait", "--"]
+    subprocess.run(quote(words[4:]), shell=True, env=path | {"POD_IP": "10.0.0.2"}, cwd="/", check=True)
+    where, *words = (tmp_path / "shoal.txt").read_text().splitlines()
+    assert where == str(tmp_path / "job")
+    runs = ["--runs", str(tmp_path / "runs")]
+    asked = ["resume", "mlp-1", *runs] if begun else ["run", "my job.yaml", "--engine", "ray", *runs]
+    assert words == [*asked, "--set", "network.listen=10.0.0.2"]
+
+
+@pytest.mark.parametrize(("claim", "retries"), [("runs", 3), ("", 0)])
+def test_a_rayjob_is_tried_again_if_its_run_is_kept(claim, retries):
+    (made,) = make_manifest(job(), "rayjob", PodSettings("x", "job.yaml", claim=claim))
+    assert made["spec"]["backoffLimit"] == retries
 
 
 def tokens(part):

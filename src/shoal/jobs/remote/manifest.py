@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shoal.errors import error
+from shoal.errors import EXIT_DATA, EXIT_JOB, EXIT_TRAIN, error
 from shoal.net.handshake import new_token
 from shoal.spec.job import MAX_WORKERS, Job
 
@@ -27,6 +27,7 @@ _DIRECTORY = re.compile(r"/[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64}){0,15}")
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 _LABEL = "app.kubernetes.io/name"
 Object = dict[str, Any]
+_POD_IP: Object = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ def ray_job(job: Job, settings: PodSettings, *, name: str, workers: int) -> Obje
     """A cluster of Ray for this job alone: the driver on its head, workers on its other nodes. KubeRay removes it when
     the job has ended."""
     run = ["run", settings.job_file, "--engine", "ray", "--runs", RUNS_DIR]
+    # KubeRay pastes it into a command line of another pod: there it is three words, and a shell of the head gets them
+    entrypoint = shlex.join(["sh", "-c", _drive(job, settings, run)])
     most = min(max(workers, job.workers.most), MAX_WORKERS)
     group = {
         "groupName": "workers",
@@ -92,9 +95,11 @@ def ray_job(job: Job, settings: PodSettings, *, name: str, workers: int) -> Obje
         "rayStartParams": {},
         "template": {"spec": _pod(job, settings, name="ray-worker", keeps_runs=False)},
     }
-    head = _pod(job, settings, name="ray-head", keeps_runs=True) | {"terminationGracePeriodSeconds": GRACE_S}
+    head = _pod(job, settings, name="ray-head", keeps_runs=True)
+    head["containers"][0]["env"] = [_POD_IP]
     spec = {
-        "entrypoint": f'cd {settings.directory} && {_resume_or(job, run)} --set network.listen="$(hostname -i)"',
+        "entrypoint": entrypoint,
+        "backoffLimit": job.elastic.restarts if settings.claim else 0,  # another cluster goes on with the run
         "shutdownAfterJobFinishes": True,
         "rayClusterSpec": {
             "enableInTreeAutoscaling": most > workers,
@@ -112,12 +117,11 @@ def job_set(job: Job, settings: PodSettings, *, name: str, workers: int) -> Obje
     """One pod drives the run and trains; the others join it. It is done when the driver is."""
     port = job.network.port or DRIVER_PORT
     run = ["run", settings.job_file, "--runs", RUNS_DIR, "--workers", "1", "--set", f"network.port={port}"]
-    drive = f'cd {settings.directory} && {_resume_or(job, run)} --set network.listen="$POD_IP"'
     driver = _pod(job, settings, name="driver", keeps_runs=True)
     driver["containers"][0] |= {
-        "command": ["sh", "-c", drive],
+        "command": ["sh", "-c", _drive(job, settings, run)],
         "ports": [{"containerPort": port, "name": "driver"}],
-        "env": [*_token(name), {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "env": [*_token(name), _POD_IP],
     }
     joined = _pod(job, settings, name="worker", keeps_runs=False)
     joined["containers"][0] |= {
@@ -125,20 +129,23 @@ def job_set(job: Job, settings: PodSettings, *, name: str, workers: int) -> Obje
         "args": ["--dir", settings.directory, "--wait", str(JOIN_WAIT_S), "--trust-code"],
         "env": _token(name),
     }
-    jobs = [{"name": "driver", "replicas": 1, "template": {"spec": _job(driver, pods=1)}}]
+    # what is wrong with the job itself is wrong the next time too
+    own_error = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [EXIT_JOB, EXIT_DATA, EXIT_TRAIN]}}
+    jobs = [{"name": "driver", "replicas": 1, "template": {"spec": _job(driver, own_error, pods=1)}}]
     if workers > 1:
         jobs.append({"name": "workers", "replicas": 1, "template": {"spec": _job(joined, pods=workers - 1)}})
+    fail = {"name": "job_error", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": ["driver"]},
-        "failurePolicy": {"maxRestarts": MAX_RESTARTS},
+        "failurePolicy": {"maxRestarts": MAX_RESTARTS, "rules": [fail]},
         "replicatedJobs": jobs,
     }
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _metadata(name), "spec": spec}
 
 
-def _job(pod: Object, *, pods: int) -> Object:
-    """Pods that were taken away do not count as failed."""
+def _job(pod: Object, *rules: Object, pods: int) -> Object:
+    """Pods that were taken away do not count as failed. `rules`: what else a pod's end means."""
     taken = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     return {
         "completionMode": "Indexed",
@@ -146,7 +153,7 @@ def _job(pod: Object, *, pods: int) -> Object:
         "completions": pods,
         "backoffLimit": MAX_RESTARTS * pods,
         "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": [taken]},
+        "podFailurePolicy": {"rules": [taken, *rules]},
         "template": {"spec": pod | {"restartPolicy": "Never"}},
     }
 
@@ -174,12 +181,16 @@ def _metadata(name: str) -> Object:
     return {"name": name, "labels": {_LABEL: "shoal"}}
 
 
-def _resume_or(job: Job, run: list[str]) -> str:
-    """Shell: a pod that is started again goes on with the run that it finds."""
+def _drive(job: Job, settings: PodSettings, run: list[str]) -> str:
+    """Shell: a pod that is started again goes on with the run that it finds. Without double quotes: older
+    versions of Ray quote them wrongly."""
     first = f"{job.name}-1"
     found = shlex.quote(f"{RUNS_DIR}/{first}/job.yaml")
-    resume = shlex.join(["resume", first, "--runs", RUNS_DIR])
-    return f'if [ -e {found} ]; then set -- {resume}; else set -- {shlex.join(run)}; fi; exec shoal "$@"'
+    resume, anew = (
+        f"exec shoal {shlex.join(words)} --set network.listen=$POD_IP"
+        for words in (["resume", first, "--runs", RUNS_DIR], run)
+    )
+    return f"cd {settings.directory} && if [ -e {found} ]; then {resume}; else {anew}; fi"
 
 
 def _pod(job: Job, settings: PodSettings, *, name: str, keeps_runs: bool) -> Object:
