@@ -17,6 +17,13 @@ from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 from tests.fleet.engine_contract import EngineContract, collect_exits, launch, wait_exits, wait_ready
 
+EARLY_ENTRY = """
+import os, time
+def on_early_sigterm(*_):
+    os._exit(5)
+def main():
+    time.sleep(1000)
+"""
 ENTRY = """
 import os, signal, sys
 from pathlib import Path
@@ -275,3 +282,13 @@ def test_output_and_environment_are_the_seats_own(fork_server, environment, tmp_
     engine.start([launch(0, "0")])
     collect_exits(engine, 1)
     assert (tmp_path / "logs" / "worker-0.log").read_text() == "hello 0 blue\n"
+
+
+def test_a_signal_to_a_process_that_was_just_forked_is_neither_lost_nor_fatal(environment, tmp_path):
+    (tmp_path / "early_entry.py").write_text(EARLY_ENTRY)
+    with ForkServer(environment, ["early_entry"]) as fork_server:
+        engine = LocalEngine(fork_server, RunPaths(tmp_path))
+        for seat in range(20):
+            engine.start([Launch(Seat(number=seat), "early_entry")])
+            engine.terminate([seat])
+        assert collect_exits(engine, 20) == dict.fromkeys(range(20), 5)

@@ -1,5 +1,6 @@
-"""The worker's side of its driver, without a process or a connection."""
+"""The worker's side of its driver, mostly without a process or a connection."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,12 +11,15 @@ import pytest
 from shoal.collectives.peer_services import PeerServices
 from shoal.events import EventWriter, read_events
 from shoal.fleet.driver_address import DriverAddress
+from shoal.fleet.engine import Launch
+from shoal.fleet.engines.local import LocalEngine
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.trust import CodeTrust
-from shoal.spec.view import Address, Attachment, View
+from shoal.spec.view import Address, Attachment, Seat, View
 from shoal.train import worker
 from shoal.train.activity import Activity
+from tests.fleet.engine_contract import collect_exits
 
 ATTACHED = Attachment(managed=True, can_save=True, needs_job=False)
 SERVER = Address(host="127.0.0.1", port=1)
@@ -129,22 +133,22 @@ def test_a_worker_that_is_terminated_waits_for_its_driver(session, signals):
     assert why() == "terminated"
 
 
-def test_a_worker_that_is_terminated_before_it_has_a_job_leaves(monkeypatch, signals, tmp_path):
-    """It does not count as dead."""
-
-    class LeftError(Exception):
-        pass
-
-    def leave(code):
-        raise LeftError(code)
-
-    monkeypatch.setattr("sys.argv", ["worker", "--seat", "0", "--run", str(tmp_path), "--join", "127.0.0.1:1"])
-    monkeypatch.setenv(worker.KEY_VARIABLE, "key")
-    monkeypatch.setenv("SHOAL_TOKEN", "token")
-    monkeypatch.setattr(worker, "run_apart_worker", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr(os, "_exit", leave)
-    with pytest.raises(LeftError, match="0"):
-        worker.main()
+@pytest.mark.parametrize("runs", ["before", "while it connects"])
+def test_a_worker_that_is_terminated_before_it_has_a_job_leaves(fork_server, tmp_path, runs):
+    """A real process, which has neither failed nor died."""
+    (tmp_path / "own").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as driver, contextlib.ExitStack() as stack:
+        driver.settimeout(60)
+        engine = LocalEngine(fork_server, RunPaths(tmp_path))
+        stack.callback(engine.close)
+        words = ("--join", f"127.0.0.1:{driver.getsockname()[1]}", "--run", str(tmp_path / "own"))
+        secrets = {worker.TOKEN_VARIABLE: "token", worker.KEY_VARIABLE: "key"}
+        engine.start([Launch(Seat(number=0), worker.__name__, words, environment=secrets)])
+        if runs == "while it connects":
+            stack.callback(driver.accept()[0].close)  # nobody answers
+        engine.terminate([0])
+        assert collect_exits(engine, 1) == {0: 0}
+    assert RunPaths(tmp_path).error_log(0).read_text() == ""
 
 
 def test_a_worker_waits_for_a_driver_as_long_as_the_job_says(session, signals):

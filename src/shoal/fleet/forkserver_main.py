@@ -65,6 +65,7 @@ def serve(control: socket.socket, failures: dict[str, BaseException]) -> None:
     signal.set_wakeup_fd(wake_out, warn_on_full_buffer=False)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a child gets it when it can handle it
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(wake_in, selectors.EVENT_READ)
@@ -182,7 +183,10 @@ def _run_child(command: dict[str, Any], control: socket.socket, parent: int) -> 
         os.environ.update(command["environment"])
         os.chdir(command["directory"])
         sys.argv = [command["entry"], *command["arguments"]]
-        importlib.import_module(command["entry"]).main()
+        entry = importlib.import_module(command["entry"])
+        signal.signal(signal.SIGTERM, getattr(entry, "on_early_sigterm", signal.SIG_DFL))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        entry.main()
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import tempfile
 import time
@@ -38,7 +37,6 @@ RETRY_S = 1.0
 AGENT_VARIABLE = "SHOAL_AGENT"
 """A secret that this agent shares with its workers, so that nobody else can report their exits and output."""
 POLL_S = 0.1
-SIGNAL_INTERVAL_S = 1.0
 MAX_UNSENT_REPORTS = 1000
 NO_TRUST = CodeTrust()
 
@@ -194,16 +192,13 @@ class JoinedWorkers:
 
     def supervise(self) -> int:
         """Wait until all workers have exited. Returns the exit code. A stop request drains every worker."""
-        asked_at = 0.0
         with catch_stop_signals() as asked:
             while self._agent.running():
                 self._agent.poll(POLL_S)
                 self._read_events()
-                if asked and time.monotonic() > asked_at + SIGNAL_INTERVAL_S:
-                    if not self._leaving:
-                        self._show("leaving as soon as others have what is held here (once more: at once)")
-                    self._leaving, asked_at = True, time.monotonic()
-                    # repeatedly: a process that was just forked does not handle signals yet
+                if asked and not self._leaving:
+                    self._show("leaving as soon as others have what is held here (once more: at once)")
+                    self._leaving = True
                     self._agent.obey(StopCommand(seats=self._agent.running(), how="terminate"))
         if asked and self._exit_code == EXIT_OK:
             return EXIT_INTERRUPTED if asked[0] == "interrupted" else EXIT_TERMINATED
@@ -249,7 +244,7 @@ class JoinedWorkers:
     def _handle_exit(self, worker: JoinedWorker, exited: ExitedReport) -> None:
         for failure in worker.errors:
             self._show(f"{worker.name}: {failure}")
-        if self._leaving and exited.code == -signal.SIGTERM:
+        if self._leaving and exited.code == 0 and not worker.left:
             self._show(f"{worker.name}: gone before it had joined")
             return
         if exited.code != 0 and not worker.errors:

@@ -69,6 +69,13 @@ STARTED_BY_ENGINE = Attachment(managed=True, can_save=True, needs_job=False)
 STARTED_APART = Attachment(managed=True, can_save=True, needs_job=True)
 JOINED = Attachment(managed=False, can_save=False, needs_job=True)
 
+_exit_now = os._exit  # that of user code is an error, and is replaced
+
+
+def on_early_sigterm(*_: object) -> None:
+    """Until it trains, a worker leaves without handing anything over."""
+    _exit_now(0)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="shoal.train.worker")
@@ -83,7 +90,6 @@ def main() -> None:
     parser.add_argument("--ports", default="")
     arguments = parser.parse_args()
     paths = RunPaths.at(arguments.run)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until it trains, it leaves without handing anything over
     if arguments.join:
         contexts = load_tls_contexts(arguments.tls, where="--tls") if arguments.tls else None
         trust = CodeTrust.from_text(arguments.allow, everything=arguments.trust_code)

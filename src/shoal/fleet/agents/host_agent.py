@@ -180,6 +180,8 @@ class HostAgent:
         self._names[command.seat.number] = command.seat.name
         arguments = with_own_certificates(command.arguments)
         agent.obey(command.model_copy(update={"arguments": [*arguments, "--run", str(own)]}))
+        if self._is_leaving:  # it was sent before the engine knew
+            agent.obey(StopCommand(seats=[command.seat.number], how="terminate"))
 
     def _set_up(self, setup: SetupCommand) -> None:
         self._patience_s = setup.patience_s
