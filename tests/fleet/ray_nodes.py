@@ -6,6 +6,7 @@ import os
 import secrets
 import subprocess
 import sys
+from pathlib import Path
 
 ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every node is at 127.0.0.1
@@ -56,6 +57,8 @@ for line in sys.stdin:
             for key in _internal_kv_list(b"", namespace=namespace):
                 told += [key, _internal_kv_get(key, namespace=namespace)]
         tell(tables=repr(told))
+    elif words["do"] == "session":
+        tell(directory=ray._private.worker._global_node.get_session_dir_path())
     elif words["do"] == "actors":
         table = ray._private.state.actors().values()
         tell(actors=[[one["ActorClassName"], one["State"]] for one in table])
@@ -100,6 +103,10 @@ class RayNodes:
         """State and nodes of each of them."""
         found = self.ask(do="groups")["groups"]
         return {name: [state, nodes] for name, (state, nodes) in found.items() if state != "REMOVED"}
+
+    def logs(self):
+        """The directory in which Ray keeps the logs of all nodes."""
+        return Path(self.ask(do="session")["directory"]) / "logs"
 
     def states_of_agents(self):
         return sorted(state for name, state in self.ask(do="actors")["actors"] if name == "AgentActor")

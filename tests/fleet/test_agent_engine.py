@@ -196,6 +196,7 @@ def ready(torch):
     ("scripts", "told"),
     [
         ([ready("2.13.0"), ready("2.12.1")], "SH654.*differ: torch (2.13.0 and 2.12.1|2.12.1 and 2.13.0)"),
+        ([banner_and('{"kind":"ready","platform":{"shoal":"0.0.1"}}')], r"SH654.*Shoal \S+ drives, and h0 has 0.0.1"),
         ([ready("2.13.0"), "echo no such thing >&2; exit 3"], "SH629.*exit code 3: no such thing"),
         (["echo garbage; exit 0"], "SH629"),
         (["""echo '{"kind":"shoal-agent","protocol":99}'; sleep 100"""], "version"),

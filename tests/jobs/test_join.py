@@ -124,6 +124,22 @@ def test_a_job_that_cannot_be_built_here_is_told_and_the_run_goes_on(
 
 
 @pytest.mark.long
+def test_a_machine_that_would_compute_other_bits_is_told_and_the_run_goes_on(run, copied_job_dir):
+    """torch uses older instructions there, as on another processor."""
+    with background_run(run, MLP, **ENDLESS) as it:
+        it.wait_for_workers(1)
+        command = [sys.executable, "-c", "from shoal.cli import main; main()", "join", it.address, "--trust-code"]
+        environment = os.environ | {"SHOAL_TOKEN": commands.read_token(it.paths), "ATEN_CPU_CAPABILITY": "default"}
+        other = subprocess.run(command, cwd=copied_job_dir, env=environment, capture_output=True, text=True)
+        it.wait_until(lambda run_state: any("differ: processor" in note for note in note_lines(run_state)))
+        assert not joined(it.state)
+        assert commands.stop(it.paths).status == "stopped"
+    assert other.returncode == 6, other.stdout + other.stderr
+    assert "SH654" in other.stdout + other.stderr
+    assert it.outcome.result().error is None
+
+
+@pytest.mark.long
 def test_a_machine_that_trusts_nothing_executes_nothing(run, copied_job_dir, second_fork_server):
     """The refusal names what was asked for and what to write; the run goes on."""
     (copied_job_dir / "models.py").write_text(f"open({str(copied_job_dir / 'executed')!r}, 'w')\n")

@@ -39,7 +39,13 @@ def start_by_mpi(command, environment, folder):
     "start",
     [
         start_by_hand,
-        pytest.param(start_by_mpi, marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")),
+        pytest.param(
+            start_by_mpi,
+            marks=[
+                pytest.mark.ssh,  # whose target installs it
+                pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: tools/install_sshd.sh"),
+            ],
+        ),
     ],
 )
 def test_a_launcher_starts_a_run(run, job_dir, start):

@@ -61,7 +61,7 @@ def slow(job_dir):
 
 
 def test_the_same_bits_through_a_kill(run, job_dir, cluster, engine):
-    """Nobody who asks Ray, or lists processes, reads the token meanwhile."""
+    """Nobody who asks Ray, lists processes or reads Ray's logs learns the token meanwhile."""
     with background_run(run, LONGER, workers=2, engine=engine, watchers=slow(job_dir)) as it:
         it.wait_for_workers(2)
         token = json.loads(it.paths.driver_address.read_text())["token"]
@@ -70,6 +70,9 @@ def test_the_same_bits_through_a_kill(run, job_dir, cluster, engine):
         assert "AgentActor" in told
         assert "AgentActor" in repr(commands)
         assert token not in told + repr(commands)
+        logs = [file for file in cluster.logs().rglob("*") if file.is_file()]
+        assert any(file.stat().st_size for file in logs)
+        assert not [file for file in logs if token.encode() in file.read_bytes()]
         os.kill(it.state.training_workers[-1].pid, signal.SIGKILL)
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)

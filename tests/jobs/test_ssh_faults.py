@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -62,6 +63,27 @@ def test_a_clock_that_is_wrong_by_a_year_changes_nothing(run, server, job_dir, t
     assert outcome.receipt.deaths_survived == 0
     assert not events_of_kind(outcome, "evicted")
     assert all(began <= event.t <= time.time() for event in it.events)
+
+
+OTHER_BITS = {
+    "processor": ("env ATEN_CPU_CAPABILITY=default", r"differ: processor \S+ and \S+"),
+    "package": ("env PYTHONPATH={other}:$PYTHONPATH", r"differ: numpy \S+ and \S+"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_BITS)
+def test_hosts_that_would_compute_other_bits_are_told_before_the_first_step(run, server, job_dir, tmp_path, what):
+    """On n2, torch uses older instructions, or another numpy seems to be installed."""
+    other = tmp_path / "other" / "numpy-1.0.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.0.0\n")
+    environment, told = OTHER_BITS[what]
+    script = f'exec {environment.format(other=other.parent)} "$@"'
+    outcome = run(SMALL, workers=2, engine=engine_with(server, script, tmp_path))
+    assert outcome.status == "failed"
+    assert outcome.error.code == "SH654"
+    assert re.search(told, outcome.error.message)
+    assert not events_of_kind(outcome, "worker_started")
 
 
 def test_garbage_on_every_port_changes_nothing(run, server, job_dir, tmp_path):

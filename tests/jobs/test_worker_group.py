@@ -251,6 +251,14 @@ def test_a_worker_that_left_as_it_should_is_no_death(training):
     assert training.events("worker_died") == []
 
 
+def test_a_worker_that_joins_is_told_what_the_others_compute_with(harness):
+    harness.group.tick()
+    harness.connect(3, seat=3, platform={"torch": "2.13.0"})
+    harness.connect(20, seat=None, local=False, platform={"torch": "2.12.0"})
+    (welcome,) = [fields for to, kind, fields in harness.control.sent if (to, kind) == (20, "welcome")]
+    assert welcome["platform"] == {"torch": "2.13.0"}
+
+
 def test_an_evicted_process_is_stopped_and_its_exit_says_why(training):
     training.group.evict(4, "it hangs")
     assert training.engine.stopped == [4]

@@ -60,7 +60,8 @@ class Message(Spec):
 class WorkerHello(Message):
     """`key` proves that the driver gave the seat to this process. `nonce` is a random text that the process made when
     it started: a seat belongs to the first process that takes it. `agent` is the secret of the `shoal join` that
-    started it. `view` and `table` are the newest that it has seen, maybe from an earlier driver."""
+    started it. `view` and `table` are the newest that it has seen, maybe from an earlier driver. `platform`: see
+    `platform_facts`."""
 
     role: Literal["worker"]
     seat: SeatNumber | None
@@ -74,6 +75,7 @@ class WorkerHello(Message):
     view: ViewNumber
     training: bool
     table: ChunkTable | None = None
+    platform: Annotated[dict[Name, Name], Field(max_length=16)] = Field(default_factory=dict)
 
 
 class ServerHello(Message):

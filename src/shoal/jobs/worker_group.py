@@ -81,6 +81,7 @@ class WorkerGroup:
         self._final_view: View | None = None  # also sent to workers that connect after the end
         self._refused_by_seat: dict[int, int] = {}  # connections that the workers' own listeners refused, by seat
         self._relays: dict[int, EventRelay] = {}  # for workers that joined
+        self._platform: dict[str, str] = {}  # of the first worker of the engine
         self._agents: dict[int, str] = {}  # by seat: the secret of the agent that started the worker, or ''
         self._last_step: int | None = None
         self._inspections = InspectionDesk(
@@ -220,6 +221,7 @@ class WorkerGroup:
         self.roster.connect(seat, peer)
         if attachment.managed:
             self._launches.admit(seat)
+            self._platform = self._platform or hello.platform
         known = seat in self.membership.members
         training = hello.training and not known
         self.membership.arrived(seat, attachment, address=address, view=hello.view, training=training)
@@ -260,7 +262,7 @@ class WorkerGroup:
 
     def _welcome(self, connection: int, seat: int, hello: WorkerHello) -> None:
         key = self._control.key(f"worker-{seat}")
-        joined = {"job": self._job.dump(), "key": key} if hello.attachment.needs_job else {}
+        joined = {"job": self._job.dump(), "key": key, "platform": self._platform} if hello.attachment.needs_job else {}
         remote = self._launches.welcome() if hello.attachment.managed else {}
         self._control.send(connection, "welcome", seat=seat, run=self._paths.name, **joined, **remote)
         if self._final_view and self._final_view.number <= hello.view:  # the worker ignores a number below its newest

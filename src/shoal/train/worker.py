@@ -29,6 +29,7 @@ from shoal.events import EventWriter
 from shoal.events.stream import parse_event
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
+from shoal.fleet.platform_facts import platform_facts
 from shoal.fleet.process_limits import apply_limits
 from shoal.fleet.process_main import (
     KEY_VARIABLE,
@@ -39,6 +40,7 @@ from shoal.fleet.process_main import (
     emit_failure,
     hold_seat_lock,
     own_address,
+    require_same_platform,
     run_reporting_errors,
 )
 from shoal.fleet.remote_inspection import InspectedWorker
@@ -124,6 +126,7 @@ class WorkerSession:
     agent: str = ""
     key: str = ""
     nonce: str = field(default_factory=new_token)
+    platform: dict[str, str] = field(default_factory=platform_facts)
     leaving: bool = False
     on_seat_changed: Callable[[int], None] = lambda seat: None
     on_view: Callable[[View], None] = lambda view: None
@@ -159,6 +162,7 @@ class WorkerSession:
             "view": control.view.number if control.view else 0,
             "training": self.activity.phase not in ("building", "waiting"),
             "table": control.chunk_table.model_dump(mode="json") if control.chunk_table else None,
+            "platform": self.platform,
         }
 
     def _seat_key(self) -> str:
@@ -226,6 +230,7 @@ def run_remote_worker(
         save_job(job, paths.job)
 
         def work(stream: EventWriter) -> None:
+            require_same_platform(welcome.get("platform"))
             require_trust(job, trust)
             print(f"joined run {welcome['run']} as worker-{session.seat}", flush=True)
             train(job, DirectoryOutput(paths), session, control, stream)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal import __version__
 from shoal.errors import ShoalError, error, error_from_fields
 from shoal.fleet.agents.agent import LaunchCommand, StopCommand
 from shoal.fleet.agents.agent_pipe import PipeReport
@@ -204,9 +205,11 @@ class AgentEngine:
         assert self._reference is not None
         name = link.host.name
         difference = describe_difference(self._reference[1], link.platform)
+        message = f"the hosts {self._reference[0]} and {name} differ: {difference}"
+        if (there := link.platform.get("shoal", __version__)) != __version__:  # what is said between them may differ
+            difference = message = f"Shoal {__version__} drives, and {name} has {there}"
         if not difference:
             return None
-        message = f"the hosts {self._reference[0]} and {name} differ: {difference}"
         fix = "Give all hosts the same versions, and use one kind of processor: others compute other bits."
         return error("SH654", message, where=f"host {name}", fix=fix)
 
