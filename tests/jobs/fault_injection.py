@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
+
 from shoal.events import read_events
 from tests.conftest import CNN, GPT, MLP
 
@@ -95,3 +97,14 @@ def open_resources(pid):
         "descriptors": len(files),
         "threads": len(list(Path(f"/proc/{pid}/task").iterdir())),
     }
+
+
+def assert_token_is_hidden(paths, *places):
+    """It is in no command line, no environment and none of these texts."""
+    token = json.loads(paths.driver_address.read_text())["token"]
+    shown = list(places)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            shown += [repr(process.cmdline()), repr(process.environ())]
+    assert len(shown) > 2
+    assert not [text[:200] for text in shown if token in text]

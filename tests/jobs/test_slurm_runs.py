@@ -16,7 +16,7 @@ from shoal.spec.run_paths import RunPaths
 from tests.conftest import MLP
 from tests.fleet.slurm_cluster import SLURM, slurm_cluster
 from tests.jobs.background_run import background_run
-from tests.jobs.fault_injection import assert_same, reference_receipt
+from tests.jobs.fault_injection import assert_same, assert_token_is_hidden, reference_receipt
 from tests.jobs.search.other_engine import assert_same_search
 
 is_root = os.getuid() == 0
@@ -62,6 +62,8 @@ def slow(job_dir):
 def test_the_same_bits_through_a_kill_with_a_job_per_worker(run, job_dir, cluster):
     with background_run(run, LONGER, workers=2, engine=ENGINE, watchers=slow(job_dir)) as it:
         it.wait_for_workers(2)
+        logs = [file.read_text(errors="replace") for file in (cluster.root / "log").iterdir()]
+        assert_token_is_hidden(it.paths, cluster.run("scontrol", "--details", "show", "job"), *logs)
         os.kill(it.state.training_workers[-1].pid, signal.SIGKILL)
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)

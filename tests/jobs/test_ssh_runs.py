@@ -11,7 +11,13 @@ import pytest
 from tests.conftest import MLP
 from tests.fleet.ssh_server import SSHD, ssh_server
 from tests.jobs.background_run import background_run
-from tests.jobs.fault_injection import assert_same, fault_script, fired_faults, reference_receipt
+from tests.jobs.fault_injection import (
+    assert_same,
+    assert_token_is_hidden,
+    fault_script,
+    fired_faults,
+    reference_receipt,
+)
 from tests.jobs.search.other_engine import assert_same_search
 
 pytestmark = [pytest.mark.ssh, pytest.mark.skipif(SSHD is None, reason="no sshd: tools/install_sshd.sh")]
@@ -70,6 +76,7 @@ def test_a_lost_connection_ends_its_workers_and_the_others_go_on(run, job_dir, e
     slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
     with background_run(run, LONGER, workers=2, engine=engine, watchers=slow) as it:
         it.wait_for_workers(2)
+        assert_token_is_hidden(it.paths)
         os.kill(own_ssh("n1")[0].pid, signal.SIGKILL)
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)
