@@ -16,6 +16,11 @@ PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 SLURM = all(shutil.which(name, path=PATH) for name in ("slurmctld", "slurmd", "srun", "munged", "setpriv"))
 NODES = ("n1", "n2", "n3")
 START_TIMEOUT_S = 300
+ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("REVOKED", "TIMEOUT"),
+)
+"""States of jobs that use nothing any more. Any other is active: one that gets a signal is SIGNALING, and runs."""
 CONFIGURATION = """
 ClusterName=shoal
 SlurmctldHost=localhost(127.0.0.1)
@@ -78,8 +83,7 @@ class SlurmCluster:
         return self.run("squeue", "--noheader", "--format=%i %T %j", "--states=all").splitlines()
 
     def active_jobs(self):
-        states = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED")
-        return [line for line in self.jobs() if line.split()[1] in states]
+        return [line for line in self.jobs() if line.split()[1] not in ENDED]
 
     def wait_for(self, condition, what):
         until = time.monotonic() + START_TIMEOUT_S

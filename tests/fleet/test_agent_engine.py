@@ -15,15 +15,17 @@ import pytest
 
 from shoal.fleet.agents.agent_pipe import SetupCommand
 from shoal.fleet.agents.host_agent import SCRATCH_PREFIX, remove_stale_directories, scratch_directory
-from shoal.fleet.engine import Node
+from shoal.fleet.engine import Launch, Node
 from shoal.fleet.engines.agents import AgentEngine
 from shoal.fleet.engines.host_link import AgentHost
 from shoal.fleet.engines.host_use import HostUse
 from shoal.fleet.engines.make import apart_hosts, explain_agent
 from shoal.fleet.forkserver import ForkServer
 from shoal.spec.run_paths import RunPaths
+from shoal.spec.view import Seat
 from tests.conftest import living
 from tests.fleet.engine_contract import PATIENCE_S, EngineContract, collect_exits, launch, wait_exits, wait_ready
+from tests.fleet.test_local_engine import EARLY_ENTRY
 
 ENTRY = """
 import os, sys, time
@@ -176,6 +178,18 @@ def test_a_host_that_is_taken_away_gets_no_more_seats(engine, tmp_path):
     engine.start([launch(2, "0")])
     assert collect_exits(engine, 1) == {2: 0}
     assert "machine-1" in (tmp_path / "logs" / "worker-2.log").read_text()
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_a_process_that_is_started_as_its_host_is_taken_away_leaves_too(engine, tmp_path, turn):
+    """Whichever of the two arrives first."""
+    (tmp_path / "early_entry.py").write_text(EARLY_ENTRY)
+    engine.start([launch(0, "wait", node="machine-0"), launch(1, "0", node="machine-1")])
+    assert collect_exits(engine, 1) == {1: 0}
+    engine.start([Launch(Seat(number=2), "early_entry", node="machine-1")])
+    os.kill(engine.agent_pids()["machine-1"], signal.SIGTERM)
+    assert collect_exits(engine, 1) == {2: 5}
+    assert engine.running() == [0]
 
 
 def fake_host(name, script):
