@@ -69,11 +69,15 @@ def test_a_streamed_dataset(run_four_ways):
 
 
 @pytest.mark.compat(
-    "gradient checkpointing", "works", how="`model.gradient_checkpointing_enable()` in the model's code"
+    "gradient checkpointing",
+    "works",
+    how="`gradient_checkpointing: true`, or `gradient_checkpointing_enable()` in the model's code",
 )
-def test_gradient_checkpointing(run_four_ways):
+def test_gradient_checkpointing(run, run_four_ways):
     """The forward pass that is made again draws the same dropout."""
-    run_four_ways(GPT | {"model": {"name": "hf.py:gpt", "args": {"checkpointing": True}}})
+    outcome = run_four_ways(GPT | {"model": {"name": "hf.py:gpt", "args": {"checkpointing": True}}})
+    asked = run(GPT | {"gradient_checkpointing": True})
+    assert asked.receipt.weights_sha256 == outcome.receipt.weights_sha256
 
 
 @pytest.mark.compat("`datasets` on disk, with its own splits", "works", how="`path:` of `save_to_disk`, `split: train`")
@@ -141,14 +145,20 @@ def _batch(ids, labels):
 @pytest.mark.compat(
     "PEFT: LoRA, only adapters in checkpoints", "works", how="`checkpoint: {frozen: false}`, `shoal export --format hf`"
 )
-def test_lora(run_four_ways, job_dir):
+def test_lora(run, run_four_ways, job_dir):
     from peft import PeftModel
     from transformers import BertForSequenceClassification
 
     import shoal
+    from shoal.checkpoint.export import load_weights
     from shoal.storage.export import export
 
-    outcome = run_four_ways(BERT | {"model": "hf.py:lora", "checkpoint": {"every": "never", "frozen": False}})
+    job = BERT | {"model": "hf.py:lora", "checkpoint": {"every": "never", "frozen": False}}
+    outcome = run_four_ways(job)
+    saved = run(job, checkpoint={"every": "6 steps", "frozen": False})
+    trained = load_weights(str(saved.paths.checkpoints))
+    assert trained
+    assert all("lora_" in name or "modules_to_save" in name for name in trained), list(trained)
     export(outcome.paths, "hf", job_dir / "adapter")
     assert (job_dir / "adapter" / "adapter_model.safetensors").is_file()
     assert not (job_dir / "adapter" / "model.safetensors").is_file()

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from tests.compat.same_bits import assert_same_bits
 from tests.conftest import MLP
 
 pytestmark = pytest.mark.compat
@@ -70,10 +71,4 @@ def test_a_table_of_spark(run, resume, job_dir, table):
     model = {"name": "models.py:mlp", "args": {"inputs": 26, "classes": 2}}
     data = {"source": source, "split": {"kind": "holdout", "validation": 0.25}}
     job = MLP | {"model": model, "data": data, "batch_size": 16, "steps": 10, "evaluate": {"every_steps": 5}}
-    kill = {"name": "faults.py:KillAt", "args": {"steps": [5], "marks": str(job_dir)}}
-    one = run(job)
-    assert one.status == "finished", one.error
-    two = run(job, workers=2, watchers=[kill], checkpoint={"every": "1 steps"})
-    assert two.receipt.deaths_survived == 1
-    assert two.receipt.weights_sha256 == one.receipt.weights_sha256
-    assert two.receipt.metrics == one.receipt.metrics
+    assert_same_bits(run, resume, job, job_dir)

@@ -77,31 +77,73 @@ ERRORS = {
     ),
     "named inputs": (job(inputs="named"), "SH714", "inputs", r"one dict; .*x float32 \[8, 6\]", "`loss: model`"),
     "too few outputs of a model with its loss": (
-        job("OwnLoss", inputs="named", loss="model", outputs=2), "SH713", "own loss", "the class 2; .* from 0 to 2",
-        "num_labels",
+        job("OwnLoss", inputs="named", loss="model", outputs=2), "SH713", "outputs",
+        r"target int64 \[8\] from 0 to 2: .* for 0 to 1", "num_labels",
     ),
     "device": (job("OtherDevice"), "SH718", "device", "meta .* cpu", "device=x.device"),
 }  # fmt: skip
 
 
-def task_job(function, **args):
+def task_job(function, model="Net", *, task="OwnTask", outputs=3, **args):
     """The mistakes of a loss of one's own, as a LightningModule's training_step has it."""
     made = job(**args)
-    task = {"name": "mistakes.py:OwnTask", "args": {"function": function}}
-    return {name: value for name, value in made.items() if name not in ("model", "loss", "metrics")} | {"task": task}
+    own = {} if outputs == 3 else {"outputs": outputs}
+    task = {"name": f"mistakes.py:{task}", "args": {"function": function, "model": model, **own}}
+    dropped = ("model", "loss", "metrics", *(["optimizer"] if "Steps" in task["name"] else []))
+    return {name: value for name, value in made.items() if name not in dropped} | {"task": task}
 
 
+def of_function(**args):
+    return job(**args) | {"loss": "mistakes.py:own_loss"}
+
+
+BATCH = r"the batch is float32 \[8, 6\]"
 OF_TASKS = {
-    "float labels": (task_job("cross_entropy", labels="float"), "SH710", "class numbers .* gets .* Float", "long()"),
-    "labels of another whole type": (task_job("cross_entropy", labels="int32"), "SH717", "type Int", "long()"),
-    "one-hot labels": (task_job("cross_entropy", labels="one_hot"), "SH711", "no probabilities", "argmax(-1)"),
-    "one-hot labels of NLL": (task_job("nll_loss", labels="one_hot"), "SH711", "no probabilities", "argmax(-1)"),
-    "labels from 1": (task_job("cross_entropy", labels="from_one"), "SH713", "the class 3", "begin at 0"),
+    "float labels": (
+        task_job("cross_entropy", labels="float"), "SH710", "task loss", r"target float32 \[8\] from 0 to 2", "long()",
+    ),
+    "labels of another whole type": (
+        task_job("cross_entropy", labels="int32"), "SH717", "task loss", r"target int32 \[8\]", "long()",
+    ),
+    "one-hot labels": (
+        task_job("cross_entropy", labels="one_hot"), "SH711", "task loss", r"target int64 \[8, 3\]", "argmax(-1)",
+    ),
+    "one-hot labels of NLL": (
+        task_job("nll_loss", labels="one_hot"), "SH711", "task loss", r"target int64 \[8, 3\]", "argmax(-1)",
+    ),
+    "labels from 1": (
+        task_job("cross_entropy", labels="from_one"), "SH712", "task loss", "from 1 to 3, .* for 0 to 2", "label - 1",
+    ),
+    "too few outputs": (
+        task_job("cross_entropy", outputs=2), "SH713", "outputs", "from 0 to 2, .* for 0 to 1", "at least 3 outputs",
+    ),
+    "classes in the last dimension": (
+        task_job("cross_entropy", "EndsWithTokens", labels="six"), "SH402", "task loss",
+        r"output float32 \[8, 6, 3\] and a target int64 \[8, 6\]", "movedim(-1, 1)",
+    ),
     "classes as yes and no": (
-        task_job("binary_cross_entropy_with_logits"), "SH714", r"output \[8, 3\] and a target \[8\]", "cross_entropy",
+        task_job("binary_cross_entropy_with_logits"), "SH714", "task loss", r"\[8, 3\] and a target int64 \[8\]",
+        "CrossEntropyLoss",
     ),
     "whole numbers as yes and no": (
-        task_job("binary_cross_entropy_with_logits", labels="one_hot"), "SH717", "labels of type Long", "label.float()",
+        task_job("binary_cross_entropy_with_logits", labels="one_hot"), "SH717", "task loss", "labels are of type Long",
+        "label.float()",
+    ),
+    "labels of double precision, seen in backward": (
+        task_job("huber_loss", labels="double"), "SH717", "data.source", "type Double, .* of type Float",
+        "label.float()",
+    ),
+    "argmax": (
+        task_job("cross_entropy", "EndsWithArgmax"), "SH716", "argmax", r"int64 \[8\] is whole", "without argmax",
+    ),
+    "too few columns": (
+        task_job("cross_entropy", "Wide"), "SH715", "inputs", rf"expects 64 .*gets 6; {BATCH}", "in_features=6",
+    ),
+    "in a task with phases": (
+        task_job("cross_entropy", task="OwnSteps", labels="from_one"), "SH712", "step loss", "from 1 to 3", "label - 1",
+    ),
+    "in a loss function": (
+        of_function(labels="float"), "SH710", "loss function", r"target float32 \[8\] from 0 to 2", "label.long()",
     ),
 }  # fmt: skip
 
@@ -113,6 +155,19 @@ NOTES = {
     "one output of a model with its loss": (
         job("OwnLoss", inputs="named", loss="model", outputs=1), "SH714", "model", "as if they were quantities",
     ),
+    "softmax of a task": (task_job("cross_entropy", "EndsWithSoftmax"), "SH719", "softmax", "applies softmax itself"),
+    "softmax of a task with phases": (
+        task_job("cross_entropy", "EndsWithSoftmax", task="OwnSteps"), "SH719", "softmax", "applies softmax itself",
+    ),
+    "softmax of a loss function": (
+        of_function() | {"model": "mistakes.py:EndsWithSoftmax"}, "SH719", "softmax", "applies softmax itself",
+    ),
+    "each compared with each": (
+        task_job("mse_loss", labels="number", outputs=1), "SH402", "task loss", r"\[8, 1\] and a target float32 \[8\]",
+    ),
+    "scores of a task as log-probabilities": (
+        task_job("nll_loss"), "SH714", "task loss", "NLLLoss takes log-probabilities",
+    ),
     "scores as log-probabilities": (job(loss="NLLLoss"), "SH714", "loss", "NLLLoss takes log-probabilities"),
 }  # fmt: skip
 
@@ -122,6 +177,10 @@ RIGHT = {
     "yes or no": job(labels="binary", loss="BCEWithLogitsLoss", outputs=1, metrics=["accuracy"]),
     "probabilities": job("EndsWithSigmoid", labels="binary", loss="BCELoss"),
     "numbers": job(labels="number", loss="MSELoss", outputs=1),
+    "classes of a task": task_job("cross_entropy"),
+    "classes of a task with phases": task_job("cross_entropy", task="OwnSteps"),
+    "a task with one label for all": task_job("", task="TellsOneNumber"),
+    "a loss function": of_function(),
     "a model with its loss": job("OwnLoss", inputs="named", loss="model"),
     "a model with its loss of numbers": job("OwnLoss", inputs="named", labels="number", loss="model", outputs=1),
 }
@@ -156,11 +215,11 @@ def test_a_mistake_is_recognised(name, ask, job_dir):
 
 @pytest.mark.parametrize("name", OF_TASKS)
 def test_a_mistake_in_a_task_of_ones_own_is_recognised(name, ask, job_dir):
-    fields, code, message, fix = OF_TASKS[name]
+    fields, code, where, message, fix = OF_TASKS[name]
     with pytest.raises(ShoalError) as caught:
         ask(fields)
     failure = caught.value
-    assert (failure.code, failure.where) == (code, place("task loss", job_dir)), str(failure)
+    assert (failure.code, failure.where) == (code, place(where, job_dir)), str(failure)
     assert found(message, failure.message), failure.message
     assert found(fix, failure.fix), failure.fix
 
@@ -179,7 +238,7 @@ def test_what_trains_badly_is_noted(name, ask, job_dir):
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_job_is_left_alone(name, ask):
-    assert ask(RIGHT[name])["notes"] == []
+    assert [note for note in ask(RIGHT[name])["notes"] if note.startswith("SH")] == []
 
 
 def test_a_run_tells_the_same_before_its_first_step(run):

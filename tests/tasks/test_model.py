@@ -72,6 +72,23 @@ def test_a_name_of_the_wrong_kind_is_refused(task, changes, where, words):
     assert (caught.value.code, caught.value.where) == ("SH206", where)
 
 
+class Lit(nn.Module):
+    """As a LightningModule."""
+
+    def training_step(self, batch, batch_idx):
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [(f"{__name__}:Lit", "`training_step` is its `loss"), ("torch.nn:ReLU", "A model goes to `model`")]
+)
+def test_a_module_that_is_named_as_the_task_is_told_where_it_belongs(task, name, fix):
+    with pytest.raises(ShoalError) as caught:
+        task(OWN, task=name)
+    assert caught.value.code == "SH206"
+    assert fix in caught.value.fix
+
+
 def test_a_loss_may_be_a_class_or_a_function_with_arguments(task):
     output, target = torch.randn(6, 10), torch.arange(6)
     model, batch = nn.Identity(), type("Given", (), {"inputs": (output,), "target": target, "weight": None})

@@ -57,6 +57,7 @@ from shoal.strategies.sharded_commit import ShardedSync
 from shoal.strategies.torch_ddp import TorchDdpSync
 from shoal.tasks.compilation import compile_model, one_at_a_time
 from shoal.tasks.lazy_parameters import initialise_lazy_parameters
+from shoal.tasks.loss_calls import ExplainedLoss
 from shoal.tasks.model import build_lr_schedule, build_task, load_initial_weights
 from shoal.tasks.optimizer import check_task, make_optimizer, make_optimizers
 from shoal.tasks.task import Task
@@ -253,7 +254,8 @@ def build_replica(
         compile_model(model, cache_directory())
     epochs = -(-steps // steps_per_epoch)
     schedule_of = partial(build_lr_schedule, job.schedule, steps=steps, epochs=epochs, base_dir=job.base_dir)
-    replica = _make_replica(job, task, model, schedule_of, steps_per_epoch=steps_per_epoch, rng=rng)
+    loss = ExplainedLoss(task, None if job.compile else lambda message: report("note", message=message))
+    replica = _make_replica(job, task, model, loss, schedule_of=schedule_of, steps_per_epoch=steps_per_epoch, rng=rng)
     replica.saves_frozen = job.checkpoint.frozen
     replica.loss_scale = LossScale() if job.precision == "fp16" else None
     if job.average is not None:
@@ -264,7 +266,14 @@ def build_replica(
 
 
 def _make_replica(
-    job: Job, task: Task, model: nn.Module, schedule_of: Callable[..., Any], *, steps_per_epoch: int, rng: LaneRng
+    job: Job,
+    task: Task,
+    model: nn.Module,
+    explained: ExplainedLoss,
+    *,
+    schedule_of: Callable[..., Any],
+    steps_per_epoch: int,
+    rng: LaneRng,
 ) -> Replica:
     """One update per step, or a step in several passes."""
     settings: dict[str, Any] = {
@@ -274,23 +283,24 @@ def _make_replica(
         "autocast": AUTOCAST[job.precision],
         "rng": rng,
     }
+    loss = task.loss if task.explains_itself else explained.loss
     if task.has_phases:
         optimizers = make_optimizers(job, task, model)
         schedules = {name: schedule_of(one) for name, one in optimizers.items()} if job.schedule else {}
         first, schedule = next(iter(optimizers.values())), next(iter(schedules.values()), None)
-        phased = PhasedReplica(model, first, task.loss, schedule=schedule, **settings)
+        phased = PhasedReplica(model, first, loss, schedule=schedule, **settings)
         if phased.schedule_needs_metric:
             message = "a schedule that needs a metric does not know which optimizer to change"
             raise error("SH861", message, where="schedule", fix="Use a schedule without one in a task with phases.")
-        return phased.bind(task.step, optimizers, schedules)
+        return phased.bind(explained.step, optimizers, schedules)
     optimizer = make_optimizer(job, task, model)
     schedule = schedule_of(optimizer)
     if not needs_closure(optimizer):
-        return Replica(model, optimizer, task.loss, schedule=schedule, **settings)
+        return Replica(model, optimizer, loss, schedule=schedule, **settings)
     if task.carries:
         message = f"{type(optimizer).__name__} computes a lane several times, and the task carries something on"
         raise error("SH863", message, where="optimizer", fix="Use an optimizer without a closure, such as Adam.")
-    return ClosureReplica(model, optimizer, task.loss, schedule=schedule, **settings)
+    return ClosureReplica(model, optimizer, loss, schedule=schedule, **settings)
 
 
 def _check_tables(job: Job, replica: Replica) -> None:

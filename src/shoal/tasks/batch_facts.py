@@ -7,18 +7,32 @@ import contextlib
 import inspect
 import re
 import textwrap
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from shoal.data.batch import Batch
 from shoal.errors import ShoalError, describe_exception, error
 from shoal.spec.resolve import is_user_file, is_users_failure, user_line
 from shoal.tasks.mistakes import CLASS_LOSSES, BatchFacts, Mistake, TensorFacts, recognise
 
+LOSS_FUNCTIONS: Mapping[Any, str] = {
+    functional.cross_entropy: "CrossEntropyLoss",
+    functional.nll_loss: "NLLLoss",
+    functional.binary_cross_entropy: "BCELoss",
+    functional.binary_cross_entropy_with_logits: "BCEWithLogitsLoss",
+    functional.mse_loss: "MSELoss",
+    functional.l1_loss: "L1Loss",
+    functional.smooth_l1_loss: "SmoothL1Loss",
+    functional.huber_loss: "HuberLoss",
+}
+"""torch's losses as functions, which its classes call, and the names of their classes."""
+_LOSS_OF_CODE = {function.__code__: name for function, name in LOSS_FUNCTIONS.items()}
 _VIEWS = ("View", "Reshape", "Squeeze", "Unsqueeze", "Unsafe", "Transpose", "Permute", "ToCopy", "Alias")
 _MAX_VIEWS = 8
 _WORDS_BEFORE_NO_GRADIENT = ("argmax", "detach", "no_grad", "round", "item", "numpy", "data", "max")
@@ -54,26 +68,33 @@ def _is_one_hot(values: Tensor) -> bool:
 
 
 def loss_facts(loss: Any, output: Any, target: Any, *, failure: str = "") -> BatchFacts:
-    """The facts of a call of one of torch's losses with these tensors. Targets that the loss ignores do not count."""
-    ignored, kept = getattr(loss, "ignore_index", None), target
+    """The facts of a call of one of torch's losses with these tensors."""
+    name = type(loss).__name__ if isinstance(loss, nn.Module) else ""
+    facts = call_facts(name, output, target, ignored=getattr(loss, "ignore_index", None), failure=failure)
+    has_gradient = not torch.is_grad_enabled() or not isinstance(output, Tensor) or output.requires_grad
+    return replace(facts, has_gradient=has_gradient)
+
+
+def call_facts(name: str, output: Any, target: Any, *, ignored: int | None = None, failure: str = "") -> BatchFacts:
+    """The facts of a call of the loss with this name. Targets that the loss ignores do not count."""
+    kept = target
     if ignored is not None and isinstance(target, Tensor) and not target.is_floating_point() and not target.is_meta:
         kept = target[target != ignored] if bool((target == ignored).any()) else target
     facts, shown = tensor_facts(kept), tensor_facts(target, read=False)
     if facts is not None and shown is not None:
         facts = TensorFacts(shown.dtype, shown.shape, facts.low, facts.high, facts.is_whole, facts.is_one_hot)
     return BatchFacts(
-        loss=type(loss).__name__ if isinstance(loss, nn.Module) else "",
+        loss=name,
         output=tensor_facts(output),
         target=facts,
-        classes=_classes(loss, output),
+        classes=_classes(name, output),
         last_op=last_operation(output),
-        has_gradient=not torch.is_grad_enabled() or not isinstance(output, Tensor) or output.requires_grad,
         failure=failure,
     )
 
 
-def _classes(loss: Any, output: Any) -> int:
-    if type(loss).__name__ not in CLASS_LOSSES or not isinstance(output, Tensor) or not output.dim():
+def _classes(loss: str, output: Any) -> int:
+    if loss not in CLASS_LOSSES or not isinstance(output, Tensor) or not output.dim():
         return 0
     return output.shape[1] if output.dim() > 1 else 1
 
@@ -92,25 +113,40 @@ def last_operation(output: Any) -> str:
 
 
 @contextlib.contextmanager
-def explain_model_errors(batch: Batch) -> Iterator[None]:
+def explain_model_errors(model: nn.Module, batch: Batch) -> Iterator[None]:
     """A known mistake in the block becomes its own error, with the shapes of the batch; others pass."""
     try:
         yield
     except Exception as failure:
-        if not is_users_failure(failure):
-            raise
-        known = known_failure(failure, inputs=input_facts(batch))
+        known = known_failure(failure, inputs=input_facts(batch), model=model) if is_users_failure(failure) else None
         if known is None:
             raise
         raise known from failure
 
 
-def known_failure(failure: BaseException, *, inputs: tuple[TensorFacts, ...] = ()) -> ShoalError | None:
-    """The error for an exception of the model that is recognised by its text, at the user's line."""
-    found = recognise(BatchFacts(inputs=inputs, failure=describe_exception(failure)))
-    return (
-        None if found is None else error(found.code, found.message, where=user_line(failure) or "model", fix=found.fix)
-    )
+def known_failure(
+    failure: BaseException, *, inputs: tuple[TensorFacts, ...] = (), model: nn.Module | None = None
+) -> ShoalError | None:
+    """The error for an exception of the model, or of a loss of the user's own, that is recognised by its text and by
+    what torch's loss was given. It is at the user's line, or at the line of `model` that is to be changed."""
+    found = recognise(replace(_failed_call(failure), inputs=inputs))
+    if found is None:
+        return None
+    places = [place_of(found, model)] if found.about == "output" and model is not None else []
+    where = next((one for one in (*places, user_line(failure)) if one not in ("", "model")), place_of(found, None))
+    return error(found.code, found.message, where=where, fix=found.fix)
+
+
+def _failed_call(failure: BaseException) -> BatchFacts:
+    """What the failing call of one of torch's losses was given, if it was one."""
+    text = describe_exception(failure)
+    for frame, _ in traceback.walk_tb(failure.__traceback__):
+        if name := _LOSS_OF_CODE.get(frame.f_code):
+            given = frame.f_locals
+            output, target = given["input"], given["target"]
+            if all(isinstance(value, Tensor) and value.device.type == "cpu" for value in (output, target)):
+                return call_facts(name, output, target, ignored=given.get("ignore_index"), failure=text)
+    return BatchFacts(failure=text)
 
 
 def mistake_error(mistake: Mistake, model: nn.Module | None) -> ShoalError:

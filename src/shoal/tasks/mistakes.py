@@ -59,6 +59,11 @@ class BatchFacts:
     failure: str = ""
 
     @property
+    def in_config(self) -> str:
+        """Where a model that is called by name has its number of outputs."""
+        return "; in a config of Hugging Face `num_labels`" if any(one.name for one in self.inputs) else ""
+
+    @property
     def call(self) -> str:
         return f"{self.loss} of an output {self.output} and a target {self.target and self.target.with_range}"
 
@@ -145,6 +150,17 @@ def _labels_in_lists(facts: BatchFacts) -> Mistake | None:
     return Mistake("SH402", f"{facts.call}: the labels have a dimension too many", fix, about="target")
 
 
+def _classes_last(facts: BatchFacts) -> Mistake | None:
+    """Classes in the last dimension. A loss that a job names gets them in the second one anyway."""
+    target, output = facts.target, facts.output
+    if facts.loss not in CLASS_LOSSES or target is None or output is None or not facts.failure:
+        return None
+    if len(output.shape) < 3 or output.shape[:-1] != target.shape:
+        return None
+    message = f"{facts.call}: the classes are in the last dimension of the output, and belong into the second"
+    return Mistake("SH402", message, "Move them: output.movedim(-1, 1); or flatten both.", about="loss")
+
+
 def _labels_from_one(facts: BatchFacts) -> Mistake | None:
     target, classes = facts.target, facts.classes
     if facts.loss not in CLASS_LOSSES or target is None or target.is_float or not _has_range(target) or classes < 2:
@@ -156,7 +172,7 @@ def _labels_from_one(facts: BatchFacts) -> Mistake | None:
     if low < 0 or (low >= 1 and high - low < classes):
         fix = f"Number the classes from 0. {_CLASS_FIX} label - {low:g}."
         return Mistake("SH712", f"{facts.call}: {told}", fix, about="target")
-    fix = f"Give the last layer at least {high + 1:g} outputs, one for each class."
+    fix = f"Give the last layer at least {high + 1:g} outputs, one for each class{facts.in_config}."
     return Mistake("SH713", f"{facts.call}: {told}", fix, about="output")
 
 
@@ -178,12 +194,31 @@ def _wrong_loss(facts: BatchFacts) -> Mistake | None:
     if target.shape == output.shape:
         return None
     message = f"{facts.call}: their shapes differ"
-    each = _numbers_per_sample(target)
-    if not target.is_float and each == 1 and _numbers_per_sample(output) > 1:
-        fix = "For class numbers use CrossEntropyLoss; for numbers give the last layer one output."
+    each, outputs = _numbers_per_sample(target), _numbers_per_sample(output)
+    if each == outputs:
+        fix = "Give both the same shape: output.view_as(target)."
+        return Mistake("SH402", message, fix, about="loss")
+    if each == 1 and (target.is_whole or not target.is_float):
+        as_int = " and labels as int64: label.long()" if target.is_float else ""
+        fix = f"For class numbers use CrossEntropyLoss{as_int}; for numbers give the last layer one output."
         return Mistake("SH714", message, fix, about="loss")
     fix = f"Give the last layer {plural(each, 'output')} for each sample, in the same shape; or use another loss."
     return Mistake("SH713", message, fix, about="output")
+
+
+def _other_label_type(facts: BatchFacts) -> Mistake | None:
+    """What torch says in the loss, or in its backward pass, where its arguments are not known."""
+    found = re.search(
+        r"Found dtype (?P<given>\w+) but expected (?P<wanted>\w+)|"
+        r"result type (?P<result>\w+) can't be cast to the desired output type (?P<label>\w+)",
+        facts.failure,
+    )
+    if not found:
+        return None
+    given, wanted = found["given"] or found["label"], found["wanted"] or found["result"]
+    call = f"{facts.call}: " if facts.loss else ""
+    message = f"{call}the labels are of type {given}, and the outputs of type {wanted}"
+    return Mistake("SH717", message, f"Convert the labels: label.{wanted.lower()}().", about="target")
 
 
 def _scores_for_probabilities(facts: BatchFacts) -> Mistake | None:
@@ -275,45 +310,6 @@ def _no_such_row(facts: BatchFacts) -> Mistake | None:
     return Mistake("SH715", f"nn.Embedding has no row for a number that it gets{_given(facts)}", fix, about="failure")
 
 
-def _no_such_class(facts: BatchFacts) -> Mistake | None:
-    """What a model says that computes its loss itself: of other losses the target is known."""
-    found = re.search(r"Target (\d+) is out of bounds", facts.failure)
-    if not found or facts.loss:
-        return None
-    message = f"the model has no output for the class {found.group(1)}{_given(facts)}"
-    fix = "Give the last layer one output for each class, in a config of Hugging Face `num_labels`; classes begin at 0."
-    return Mistake("SH713", message, fix, about="failure")
-
-
-def _labels_of_own_loss(facts: BatchFacts) -> Mistake | None:
-    """What torch's functions say in a loss of the user's own, or of a Task: nothing is known of output and target."""
-    for pattern, code, tell, fix in () if facts.loss else _OWN_LOSS_FAILURES:
-        if found := re.search(pattern, facts.failure):
-            return Mistake(code, tell.format(*found.groups()) + _given(facts), fix, about="failure")
-    return None
-
-
-_LONG_WANTED = r"(?:expected target dtype to be Long or Byte, but got|expected scalar type Long but found)"
-_CLASS_NUMBERS = "Give class numbers as int64: label.long(); to learn numbers use functional.mse_loss."
-_SAME_SHAPE = "Give the output the target's shape; for class numbers use functional.cross_entropy."
-_OWN_LOSS_FAILURES = (
-    (rf"{_LONG_WANTED} (Float|Double|Half|BFloat16)", "SH710",
-     "the loss takes class numbers (int64) and gets labels of type {}", _CLASS_NUMBERS),
-    (rf"{_LONG_WANTED} (\w+)", "SH717",
-     "the loss takes class numbers (int64) and gets labels of type {}", "Convert them: label.long()."),
-    (r"Expected floating point type for target with class probabilities|target tensor expected, multi-target",
-     "SH711", "the loss gets labels in the output's shape that are no probabilities",
-     "Give class numbers: label.argmax(-1); or give one-hot labels as floats: label.float()."),
-    (r"[Tt]arget size \(torch\.Size\((\[[\d, ]*\])\)\) (?:must be the same as|that is different to the) input size "
-     r"\(torch\.Size\((\[[\d, ]*\])\)\)", "SH714",
-     "the loss gets an output {1} and a target {0}: their shapes differ", _SAME_SHAPE),
-    (r"Found dtype (Long|Int|Short|Char|Byte|Bool) but expected (\w+)", "SH717",
-     "the loss gets labels of type {} for outputs of type {}", "Convert them: label.float()."),
-    (r"result type (\w+) can't be cast to the desired output type (Long|Int|Short|Char|Byte|Bool)", "SH717",
-     "the loss gets labels of type {1} for outputs of type {0}", "Convert them: label.float()."),
-)  # fmt: skip
-
-
 def _named_entries(facts: BatchFacts) -> Mistake | None:
     """A batch of named entries for a model that is not called by name."""
     if not re.search(r"'dict' object has no attribute|must be Tensor, not dict|Tensor .*but got .*dict", facts.failure):
@@ -371,25 +367,25 @@ def _numbers_per_sample(tensor: TensorFacts) -> int:
 
 RECOGNISERS: tuple[Recogniser, ...] = (
     _wrong_device,
-    _labels_of_own_loss,
     _wrong_input_dtype,
     _whole_output,
     _one_output,
     _one_hot_labels,
     _float_labels,
     _labels_in_lists,
+    _classes_last,
     _labels_from_one,
     _labels_outside_probabilities,
     _wrong_loss,
+    _other_label_type,
     _scores_for_probabilities,
     _softmax_twice,
     _wrong_input_shape,
     _no_such_row,
-    _no_such_class,
     _named_entries,
 )
 _OF_FAILURES = (
-    _wrong_device, _labels_of_own_loss, _wrong_input_dtype, _wrong_input_shape, _no_such_row, _no_such_class,
+    _wrong_device, _wrong_input_dtype, _classes_last, _other_label_type, _wrong_input_shape, _no_such_row,
     _named_entries,
 )  # fmt: skip
 """They read what torch said. Without a failure, no worker compiles their patterns."""

@@ -76,7 +76,7 @@ def build_instance(ref: Ref, kind: type[Made], kind_name: str, *leading: Any, fi
     """What a name of the job makes. SH206 if it is not of the kind; a class of another kind is not even called."""
     modules = DEFAULT_MODULES.get(field, ())
     named = import_ref(ref, base_dir=base_dir, default_modules=modules)
-    fix = f"Derive the class from {kind_name}, or name a function that returns one."
+    fix = _how_to_give(kind_name, named)
     if inspect.isclass(named) and not issubclass(named, kind):
         raise error("SH206", f"the class '{ref.name}' is not a {kind_name}", where=field, fix=fix)
     made = build_ref(ref, *leading, base_dir=base_dir, default_modules=modules)
@@ -84,6 +84,18 @@ def build_instance(ref: Ref, kind: type[Made], kind_name: str, *leading: Any, fi
         message = f"'{ref.name}' returns a {type(made).__name__}, not a {kind_name}"
         raise error("SH206", message, where=field, fix=fix)
     return made
+
+
+def _how_to_give(kind_name: str, named: Any) -> str:
+    """The fix for a name of something else."""
+    if kind_name == "shoal.Task" and hasattr(named, "training_step"):
+        return (
+            "A LightningModule becomes a Task: `training_step` is its `loss(model, batch)`, `configure_optimizers` its "
+            "`optimizer(model)`; docs/from-other-tools.md has one of each."
+        )
+    if kind_name == "shoal.Task" and inspect.isclass(named) and issubclass(named, nn.Module):
+        return "A model goes to `model`, with a `loss`; or `model()` of a Task returns it."
+    return f"Derive the class from {kind_name}, or name a function that returns one."
 
 
 def build_plain_task(job: Job, model: nn.Module) -> Task:

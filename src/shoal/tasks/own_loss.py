@@ -65,7 +65,7 @@ class OwnLossTask(Task):
         return self._metrics(example)
 
     def _forward(self, model: nn.Module, batch: Batch) -> Any:
-        with explain_model_errors(batch):
+        with explain_model_errors(model, batch):
             return model(**named_inputs(batch))
 
     def _weighted(self, model: nn.Module, output: Any, batch: Batch) -> Loss:

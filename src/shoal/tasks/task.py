@@ -34,6 +34,8 @@ class Task:
     """Whether it is known by what `loss` divides, if it returns a mean."""
     has_untrained_parameters = False
     """Whether the loss has parameters that no optimizer gets."""
+    explains_itself = False
+    """Whether `loss` itself tells known mistakes, because the job names a loss of torch."""
     carries = False
     """Whether lanes hand something to themselves at the next step, in `carry`."""
     carry: dict[str, Any]
@@ -131,7 +133,7 @@ class PlainTask(Task):
         self._loss = loss
         self._metrics = metrics
         self._whole_batches = whole_batches
-        self._is_torch_loss = losses.is_torch_loss(loss)
+        self._is_torch_loss = self.explains_itself = losses.is_torch_loss(loss)
         self._class_loss = losses.class_loss_of(loss)
         self._is_weighted = self._class_loss is not None and (
             mentions_ignored or losses.has_target_weights(self._class_loss)
@@ -175,7 +177,7 @@ class PlainTask(Task):
         return losses.look_at_first_batch(self._loss, output, target, model=model)
 
     def _forward(self, model: nn.Module, batch: Batch) -> Any:
-        with explain_model_errors(batch):
+        with explain_model_errors(model, batch):
             return model(*batch.inputs)
 
     def metrics(self, example: tuple[Any, Any] | None = None) -> Mapping[str, Any]:
