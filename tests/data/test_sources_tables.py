@@ -155,6 +155,69 @@ def test_csv_errors(tmp_path, storage, text, spec, code, says):
     assert "a.csv" in wrong.where
 
 
+NUMBERED = "x,y\n" + "1,2\n" * 4
+MESSY = {
+    "another sign": ("a;b;y\n1;2;3\n", {"target": "y"}, "names one column: 'a;b;y'", 'delimiter: ";"'),
+    "tabs": ("a\tb\ty\n1\t2\t3\n", {"target": "y"}, "names one column", r'delimiter: "\t"'),
+    "lines above the names": ("# a tool\nx,y\n1,2\n", {}, "one column: '# a tool'", "Delete the lines above"),
+    "no names": ("1.5,2\n2.5,3\n", {"target": "y"}, "no column 'y'", "header: false"),
+    "one field too few": ("x\n1,2\n", {}, "1 field expected, 2 found", "Fix the row"),
+    "names in latin-1": ("höhe,y\n1,2\n".encode("latin-1"), {}, "names of columns cannot be read", "encoding: cp1252"),
+    "words in latin-1": ("x,y\n1,hö\n".encode("latin-1"), {"target": "y"}, "invalid UTF8", "encoding: cp1252"),
+    "utf-16": ("x,y\n1,2\n".encode("utf-16"), {}, "names of columns cannot be read", "encoding: utf-16"),
+    "a word for no value": (f"{NUMBERED}?,2\n", {"target": "y"}, "'?' is not a number", "null_values: ['?']"),
+    "such a word, and a policy": (
+        f"{NUMBERED}?,2\n", {"target": "y", "missing": {"x": "mean"}}, "'?' is not a number", "null_values: ['?']",
+    ),
+    "a class among numbers": (f"{NUMBERED}1,cat\n", {"target": "y"}, "'cat' is not a number", "target_as: class"),
+    "a time of another form": (
+        f"when,{NUMBERED}".replace("\n1", "\n01/03/2024,1"), {"encode": {"when": "calendar"}}, "'01/03/2024' cannot be",
+        "2024-03-31",
+    ),
+    "a column to encode": ("city,x\na,1\n", {"encode": {"ctiy": "onehot"}}, "encode: no column 'ctiy'", "mean 'city'?"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MESSY)
+def test_what_is_said_of_a_messy_csv(tmp_path, name):
+    text, spec, says, fix = MESSY[name]
+    (tmp_path / "a.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    wrong = open_failure(tmp_path, kind="csv", path="a.csv", **spec)
+    assert says in wrong.message
+    assert fix in wrong.fix
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-8"])
+def test_characters_of_other_systems_are_read(tmp_path, storage, encoding):
+    (tmp_path / "a.csv").write_bytes("höhe,y\n1,zwölf\n2,elf\n".encode(encoding))
+    source = open_spec(tmp_path, kind="csv", path="a.csv", target="y", encoding=encoding)
+    assert source.classes == ("elf", "zwölf")
+    assert source.input_columns == ("höhe",)
+    assert read_all(source).target.tolist() == [1, 0]
+
+
+def test_an_unknown_encoding_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="unknown encoding: utf-99"):
+        open_spec(tmp_path, kind="csv", path="a.csv", encoding="utf-99")
+
+
+def test_words_for_no_value_have_the_policy_of_a_missing_one(tmp_path, storage):
+    (tmp_path / "a.csv").write_text("x,y\n1,0\n?,1\n-,0\n3,1\n")
+    spec = {"kind": "csv", "path": "a.csv", "target": "y", "missing": {"x": "flag"}}
+    source = open_spec(tmp_path, null_values=["?", "-"], **spec)
+    assert read_all(source).inputs[0].tolist() == [[1, 0], [2, 1], [2, 1], [3, 0]]
+
+
+@pytest.mark.parametrize("name", ["id", "Unnamed: 0", "", "__index_level_0__"])
+def test_numbers_of_rows_among_the_inputs_are_named(tmp_path, name):
+    (tmp_path / "a.csv").write_text(f"{name},x,y\n1,2,0\n2,3,1\n")
+    said = []
+    open_spec(tmp_path, kind="csv", path="a.csv", target="y", notify=said.append)
+    assert len([one for one in said if f"'{name}' is among the inputs" in one]) == 1
+    open_spec(tmp_path, kind="csv", path="a.csv", target="y", inputs=[name, "x"], notify=said.append)
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_columns_that_are_left_out_are_named(tmp_path, kind):
     """Otherwise nobody would learn that half of his columns train nothing."""

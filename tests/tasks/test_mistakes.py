@@ -163,7 +163,7 @@ NOTES = {
         of_function() | {"model": "mistakes.py:EndsWithSoftmax"}, "SH719", "softmax", "applies softmax itself",
     ),
     "each compared with each": (
-        task_job("mse_loss", labels="number", outputs=1), "SH402", "task loss", r"\[8, 1\] and a target float32 \[8\]",
+        task_job("mse_loss", labels="number", outputs=1), "SH402", "task loss", "[8, 1] and a target float32 [8]",
     ),
     "scores of a task as log-probabilities": (
         task_job("nll_loss"), "SH714", "task loss", "NLLLoss takes log-probabilities",

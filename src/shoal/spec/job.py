@@ -370,7 +370,7 @@ NOT_IN_IDENTITY = {
     "base_dir",
 }
 _LATER_DATA_FIELDS = ("clusters", "weight")
-_LATER_SOURCE_FIELDS = ("encode", "missing", "collate", "length", "window")
+_LATER_SOURCE_FIELDS = ("encode", "missing", "collate", "length", "window", "encoding", "null_values")
 _HASHED_NAMES = {
     "data": {"sampler": "deal"},
     "shard": {"size": "ways"},

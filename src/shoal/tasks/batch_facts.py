@@ -21,6 +21,8 @@ from shoal.errors import ShoalError, describe_exception, error
 from shoal.spec.resolve import is_user_file, is_users_failure, user_line
 from shoal.tasks.mistakes import CLASS_LOSSES, BatchFacts, Mistake, TensorFacts, recognise
 
+GIVEN = "the batch is "
+"""How the note begins that an unknown failure of a model gets."""
 LOSS_FUNCTIONS: Mapping[Any, str] = {
     functional.cross_entropy: "CrossEntropyLoss",
     functional.nll_loss: "NLLLoss",
@@ -114,12 +116,16 @@ def last_operation(output: Any) -> str:
 
 @contextlib.contextmanager
 def explain_model_errors(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """A known mistake in the block becomes its own error, with the shapes of the batch; others pass."""
+    """A known mistake in the block becomes its own error, with the shapes of the batch; others get them as a note."""
     try:
         yield
     except Exception as failure:
-        known = known_failure(failure, inputs=input_facts(batch), model=model) if is_users_failure(failure) else None
+        if not is_users_failure(failure):
+            raise
+        inputs = input_facts(batch)
+        known = known_failure(failure, inputs=inputs, model=model)
         if known is None:
+            failure.add_note(f"{GIVEN}{', '.join(one.with_range for one in inputs)}")
             raise
         raise known from failure
 

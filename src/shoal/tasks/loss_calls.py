@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,8 +69,11 @@ class LossCalls(TorchFunctionMode):
         return list(self._notes)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = LOSS_FUNCTIONS.get(func)
+        with warnings.catch_warnings():
+            if name is not None:
+                warnings.simplefilter("ignore")  # of shapes that differ: a note tells it, with the user's line
+            result = func(*args, **(kwargs or {}))
         if name is not None and len(args) > 1 and _is_trained(result):
             self._look_at(name, args[0], args[1], (kwargs or {}).get("ignore_index"))
         return result

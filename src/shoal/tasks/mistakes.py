@@ -277,6 +277,20 @@ def _dimensions(found: re.Match[str]) -> tuple[str, str]:
     return f"a layer gets the wrong number of dimensions: {found.group(0)}", fix
 
 
+def _long_text(found: re.Match[str]) -> tuple[str, str]:
+    given, most = found.groups()
+    fix = "Change the sizes of the layer, or the shape of the data; a text that is too long for a model of Hugging Face"
+    return (
+        f"a tensor of {given} is to fit one of {most}",
+        f"{fix} is cut by `max_length: {most}` in data.source, or `truncation` of the tokenizer.",
+    )
+
+
+def _channels_of_config(found: re.Match[str]) -> tuple[str, str]:
+    fix = f"Give images as [samples, {found[1]}, height, width], or write `num_channels` in the config of the model."
+    return f"the model expects {found[1]} channels and gets {found[2]}", fix
+
+
 def _other_shape(found: re.Match[str]) -> tuple[str, str]:
     return (
         f"shapes do not fit: {found.group(0)}",
@@ -287,6 +301,9 @@ def _other_shape(found: re.Match[str]) -> tuple[str, str]:
 _SHAPE_FAILURES: tuple[tuple[str, Callable[[re.Match[str]], tuple[str, str]]], ...] = (
     (r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)", _product),
     (r"expected input\[([\d, ]+)\] to have (\d+) channels, but got (\d+) channels", _channels),
+    (r"channel dimension of the pixel values .* Expected (\d+) but got (\d+)", _channels_of_config),
+    (r"expanded size of the tensor \((\d+)\) must match the existing size \((\d+)\)", _long_text),
+    (r"Input image size \(.*\) doesn't match model", _other_shape),
     (r"Expected \dD .* input to conv\w+, but got input of size: \[[\d, ]*\]", _dimensions),
     (r"expected \dD(?: or \dD)? input \(got \dD input\)", _dimensions),
     (r"input\.size\(-1\) must be equal to input_size\. Expected \d+, got \d+", _other_shape),
@@ -298,6 +315,19 @@ _SHAPE_FAILURES: tuple[tuple[str, Callable[[re.Match[str]], tuple[str, str]]], .
     (r"Sizes of tensors must match except in dimension.*", _other_shape),
     (r"was expecting embedding dimension of \d+, but got \d+", _other_shape),
 )
+
+
+def _one_dimension_more(facts: BatchFacts) -> Mistake | None:
+    """Samples of a tokenizer that was asked for tensors: each is a batch of one."""
+    found = [
+        one
+        for one in facts.inputs
+        if one.name and "int" in one.dtype and one.shape[1:2] == (1,) and len(one.shape) == 3
+    ]
+    if not facts.failure or not found:
+        return None
+    fix = 'Leave out return_tensors="pt" where a sample is made, or take its only row: value[0], or squeeze(0).'
+    return Mistake("SH715", f"each sample is a batch of one{_given(facts)}", fix, about="failure")
 
 
 def _no_such_row(facts: BatchFacts) -> Mistake | None:
@@ -380,12 +410,13 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     _other_label_type,
     _scores_for_probabilities,
     _softmax_twice,
+    _one_dimension_more,
     _wrong_input_shape,
     _no_such_row,
     _named_entries,
 )
 _OF_FAILURES = (
-    _wrong_device, _wrong_input_dtype, _classes_last, _other_label_type, _wrong_input_shape, _no_such_row,
-    _named_entries,
+    _wrong_device, _wrong_input_dtype, _classes_last, _other_label_type, _one_dimension_more, _wrong_input_shape,
+    _no_such_row, _named_entries,
 )  # fmt: skip
 """They read what torch said. Without a failure, no worker compiles their patterns."""

@@ -74,8 +74,12 @@ class OwnLossTask(Task):
             raise error("SH832", message, where="loss", fix="Write a Task that uses batch.weight, or name a loss.")
         mean = field_of(output, "loss")
         if not isinstance(mean, Tensor):
-            what = f"the model returns {type(output).__name__} without a loss"
-            fix = "Give the data a column `labels`, or name a loss: `loss: CrossEntropyLoss`."
+            names = ", ".join(named_inputs(batch))
+            what = f"the model returns {type(output).__name__} without a loss; the batch has {names}"
+            fix = (
+                "Give the data a column `labels`, for language models by a DataCollatorForLanguageModeling as "
+                "`collate` (`labels: input_ids` of `kind: huggingface`); or name a loss: `loss: CrossEntropyLoss`."
+            )
             raise error("SH800", what, where="loss", fix=fix)
         weight = label_weight(model, output, batch)
         if weight == 0:  # the mean of no labels is no number

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from shoal.errors import ShoalError, describe_exception, is_out_of_memory
+from shoal.errors import ShoalError, describe_exception, error, is_out_of_memory
 from shoal.net.errors import LinkError
 from shoal.spec.resolve import is_users_failure, user_error
-from shoal.tasks.batch_facts import known_failure
+from shoal.tasks.batch_facts import GIVEN, known_failure
 
 
 @contextlib.contextmanager
@@ -33,4 +33,6 @@ def as_shoal_error(failure: BaseException, code: str, doing: str) -> ShoalError:
         code = "SH412"
     elif code == "SH401" and (known := known_failure(failure)):
         return known
-    return user_error(code, failure, doing)
+    made = user_error(code, failure, doing)
+    given = next((note for note in getattr(failure, "__notes__", ()) if note.startswith(GIVEN)), "")
+    return made if not given else error(made.code, f"{made.message}; {given}", where=made.where, fix=made.fix)

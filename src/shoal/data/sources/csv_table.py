@@ -6,6 +6,7 @@ in the whole file are numbers, and rows with other values are bad rows.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -43,7 +44,7 @@ from shoal.data.sources.table_cache import (
     write_cache,
 )
 from shoal.data.sources.values import count_numbers, to_float32, to_numpy
-from shoal.errors import ShoalError, did_you_mean, error
+from shoal.errors import ShoalError, did_you_mean, error, plural
 from shoal.spec.sources.config import CsvSourceConfig
 
 _SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".csv.bz2", ".csv.zst")
@@ -144,6 +145,7 @@ class CsvReader:
         self._paths = [local_path(file, options=options) for file in files]
         self._partitions = PartitionColumns(files, spec.path)
         self._spec = spec
+        self._encoding = spec.encoding or "utf-8"
         self._skip_bad_rows = options.skip_bad_rows
         self.malformed_rows = 0
         header = self._header(self._paths[0])
@@ -190,7 +192,10 @@ class CsvReader:
             path,
             # One thread: only then does pyarrow report the number of a row with too many or too few fields.
             read_options=pa_csv.ReadOptions(
-                use_threads=False, block_size=_BLOCK_BYTES, autogenerate_column_names=not self._spec.header
+                use_threads=False,
+                block_size=_BLOCK_BYTES,
+                autogenerate_column_names=not self._spec.header,
+                encoding=self._encoding,
             ),
             parse_options=pa_csv.ParseOptions(
                 delimiter=self._spec.delimiter, newlines_in_values=True, invalid_row_handler=on_wrong
@@ -198,6 +203,7 @@ class CsvReader:
             convert_options=pa_csv.ConvertOptions(
                 column_types=dict.fromkeys(columns, pa.string()),
                 include_columns=columns,
+                null_values=[*pa_csv.ConvertOptions().null_values, *(self._spec.null_values or ())],
                 strings_can_be_null=True,
             ),
         )
@@ -205,15 +211,27 @@ class CsvReader:
     def _read_error(self, path: str, failure: Exception, wrong: list[pa_csv.InvalidRow]) -> ShoalError:
         if wrong:
             row = wrong[-1]
-            fields = f"{row.expected_columns} fields expected, {row.actual_columns} found"
+            fields = f"{plural(row.expected_columns, 'field')} expected, {row.actual_columns} found"
             return error("SH304", fields, where=self._locate(path, row.number - 1 - self._spec.header))
+        if "invalid UTF8" in str(failure):
+            return self._encoding_error(str(failure), path)
         return error("SH307", str(failure), where=path)
+
+    def _encoding_error(self, message: str, path: str) -> ShoalError:
+        with pa.input_stream(path) as stream:
+            other = "utf-16" if stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "cp1252"
+        fix = f"Write how its characters are stored in data.source: `encoding: {other}`, or save it as UTF-8."
+        return error("SH307", f"{message}: it is no text in {self._encoding}", where=path, fix=fix)
 
     def _header(self, path: str) -> list[str]:
         first = next(self._records(path), (0, []))[1]
         if not first:
             raise error("SH302", "no rows", where=path)
         names = first if self._spec.header else [f"f{i}" for i in range(len(first))]
+        if any("\ufffd" in name for name in names):
+            raise self._encoding_error("the names of columns cannot be read", path)
+        if len(names) == 1 and (fix := _fix_of_one_name(names[0])):
+            raise error("SH307", f"the first line names one column: '{names[0]}'", where=f"{path}:1", fix=fix)
         if len(set(names)) < len(names):
             double = next(name for name in names if names.count(name) > 1)
             raise error("SH307", f"two columns are called '{double}'", where=f"{path}:1",
@@ -229,7 +247,8 @@ class CsvReader:
 
     def _records(self, path: str) -> Iterator[tuple[int, list[str]]]:
         with pa.input_stream(path) as stream:
-            text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline="")
+            encoding = "utf-8-sig" if self._spec.encoding is None else self._encoding
+            text = io.TextIOWrapper(stream, encoding=encoding, errors="replace", newline="")
             reader = csv.reader(text, delimiter=self._spec.delimiter)
             line = 1
             try:
@@ -239,6 +258,15 @@ class CsvReader:
                     line = reader.line_num + 1
             except (csv.Error, OSError) as failure:
                 raise error("SH307", str(failure), where=f"{path}:{line}") from failure
+
+
+def _fix_of_one_name(name: str) -> str:
+    """What to do if the only name of a column is not meant as one; '' if it may be."""
+    if name.startswith("#"):
+        return "Delete the lines above the names of the columns."
+    found = next((sign for sign in ";\t|" if sign in name), "")
+    shown = found.replace("\t", "\\t")
+    return f'The columns are separated by another sign: write `delimiter: "{shown}"` in data.source.' if found else ""
 
 
 def _column_kinds(blocks: Iterable[TableBlock], names: Sequence[str]) -> dict[str, ColumnKind]:

@@ -92,7 +92,12 @@ def _collated(collate: Collate, samples: list[Any], ids: Ids) -> Batch:
     except BaseException as failure:
         if not is_users_failure(failure):
             raise
-        raise user_error("SH830", failure, f"collate of samples {format_ids(ids)}") from failure
+        texts = (
+            [name for name, v in samples[0].items() if isinstance(v, str)] if isinstance(samples[0], Mapping) else []
+        )
+        fix = f"It may be the texts: remove these columns, as a Trainer does: dataset.remove_columns({texts})."
+        doing = f"collate of samples {format_ids(ids)}"
+        raise user_error("SH830", failure, doing, fix=fix if texts else "") from failure
     if isinstance(made, Batch):
         return replace(made, size=len(ids))
     inputs, target = _split_target(made, made)

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from shoal.data.fitted import ColumnEncoder
 from shoal.data.source import Array
 from shoal.data.sources.values import is_text, parse_numbers, to_plain_array
-from shoal.errors import error
+from shoal.errors import did_you_mean, error
 from shoal.spec.sources.config import Encoding, Missing, TableConfig
 
 ColumnKind = Literal["int", "float", "list", "text", "time", "other", "empty"]
@@ -32,7 +32,7 @@ def check_encodings(spec: TableConfig, kinds: Mapping[str, ColumnKind], *, where
         for name, how in named.items():
             kind = kinds.get(name)
             if kind is None:
-                raise error("SH303", f"{field}: no column '{name}'", where=where, fix=f"Columns: {', '.join(kinds)}.")
+                raise error("SH303", f"{field}: no column '{name}'", where=where, fix=did_you_mean(name, kinds))
             times = kind in ("time", "text")  # texts may be times: whether they are is seen when they are read
             fits = kind != "list" if field == "missing" else _fits(how, kind, times)
             if kind == "other" or not fits:

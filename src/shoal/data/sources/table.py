@@ -28,6 +28,8 @@ _FIXES: dict[ColumnKind, str] = {
     "time": "Write `encode: {{{name}: calendar}}` (or standard) in data.source, or leave it out.",
     "other": "Leave it out of the inputs.",
 }
+_ROW_NUMBERS = ("", "unnamed: 0", "__index_level_0__", "index", "id")
+"""Names that programs such as pandas give to the numbers of rows."""
 _BOOLEAN = re.compile(r"true|false", re.IGNORECASE)
 
 
@@ -96,7 +98,10 @@ def choose_columns(
         inputs = _names(spec.inputs)
     for name in (*inputs, *targets):
         if name not in kinds:
-            raise error("SH303", f"no column '{name}'", where=where, fix=did_you_mean(name, kinds))
+            fix = did_you_mean(name, kinds)
+            if any(_is_number(other) for other in kinds):
+                fix += " If the first line of a csv names no columns, write `header: false`: they are f0, f1, … then."
+            raise error("SH303", f"no column '{name}'", where=where, fix=fix)
     for name in inputs:
         if kinds[name] in _FIXES and name not in encoded:
             fix = _FIXES[kinds[name]].format(name=name)
@@ -130,6 +135,12 @@ def tell_left_out(spec: TableConfig, kinds: Mapping[str, ColumnKind], options: S
         options.notify(
             f"{spec.path}: not among the inputs, because they hold no numbers: {', '.join(left_out)}; `encode` in "
             "data.source makes inputs of them, and `inputs` names the columns to use"
+        )
+    numbers = [name for name, kind in kinds.items() if kind == "int" and name.lower() in _ROW_NUMBERS]
+    if found := [name for name in numbers if name not in others]:
+        options.notify(
+            f"{spec.path}: '{found[0]}' is among the inputs, and its name is that of a number of each row, which says "
+            "nothing of new samples; `inputs` in data.source names the columns to use"
         )
 
 
@@ -261,6 +272,8 @@ def to_matrix(column: pa.Array, dtype: np.dtype[Any], name: str) -> Array:
     """A column of lists of equal length as a matrix."""
     lengths = pc.unique(pc.list_value_length(column)).to_pylist()
     if len(lengths) > 1 or None in lengths:
+        if None in lengths:
+            raise error("SH305", f"column '{name}' has rows without a list")
         raise error("SH306", f"the lists in column '{name}' have different lengths: {sorted(map(str, lengths))[:5]}")
     flat = to_plain_array(column.flatten())
     if flat.null_count and dtype.kind != "f":
@@ -289,32 +302,52 @@ def explain_bad_row(table: pa.Table | pa.RecordBatch, row: int, layout: ColumnLa
         fault = None
         if encoder is not None:
             fault = _encoding_problem(table, row, name, encoder)
-        elif not numbered and not isinstance(value, list):
-            fault = _value_problem(value, name)
+        elif isinstance(value, list):
+            fault = next(
+                (("SH305", f"a list in column '{name}' holds {v}", "") for v in value if not _is_number(v)), None
+            )
+        elif not numbered:
+            fault = _value_problem(value, name, is_target=name in layout.targets)
         if fault:
-            return (*fault, "")
+            return fault
     return "SH305", "a value is missing, not a number (NaN) or infinite", ""
 
 
 def _encoding_problem(
     table: pa.Table | pa.RecordBatch, row: int, name: str, encoder: ColumnEncoder
-) -> tuple[str, str] | None:
+) -> tuple[str, str, str] | None:
     one = to_plain_array(table.column(name).slice(row, 1))
     if np.isfinite(apply(one, encoder)).all():
         return None
-    return "SH304", f"column '{name}': {one[0].as_py()!r} cannot be encoded as '{encoder.how}'"
+    if encoder.how == "plain":
+        return _value_problem(one[0].as_py(), name, is_target=False)
+    message = f"column '{name}': {one[0].as_py()!r} cannot be encoded as '{encoder.how}'"
+    iso = "Write times as 2024-03-31 or 2024-03-31 10:00:00 (ISO 8601), or set data.on_bad_row: skip."
+    return "SH304", message, iso if encoder.how == "calendar" else ""
 
 
-def _value_problem(value: Any, name: str) -> tuple[str, str] | None:
+def _value_problem(value: Any, name: str, *, is_target: bool) -> tuple[str, str, str] | None:
     if isinstance(value, str) and _BOOLEAN.fullmatch(value.strip()):
         return None
     try:
         number = float(value)
     except ValueError:
-        return "SH304", f"column '{name}': {value!r} is not a number"
+        message = f"column '{name}': {value!r} is not a number"
+        if is_target:
+            return "SH304", message, "If it names a class, write `target_as: class` in data.source; or fix the row."
+        gap = f"`null_values: ['{value}']` and `missing: {{{name}: mean}}`"
+        fix = f"If it stands for no value, write {gap} in data.source. Or fix the row, or set data.on_bad_row: skip."
+        return "SH304", message, fix
     if not abs(number) <= float(np.finfo(np.float32).max):
-        return "SH305", f"column '{name}' holds {value}, which is not a finite 32-bit number"
+        return "SH305", f"column '{name}' holds {value}, which is not a finite 32-bit number", ""
     return None
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
 
 
 def column_chunks(tables: Iterable[pa.Table | pa.RecordBatch], name: str) -> Iterator[pa.Array]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from shoal.spec.base import Ref, Spec
 
@@ -42,12 +43,24 @@ class CsvSourceConfig(TableConfig):
     """CSV files. `path` is a file, a glob, a directory or a URL; large files are read once into a cache.
 
     `inputs` default to all numeric columns except the target. Integers in the target are class numbers; texts are
-    numbered in sorted order. `target_as: class` numbers any value, `number` requires floats.
+    numbered in sorted order. `target_as: class` numbers any value, `number` requires floats. `null_values` are words
+    that stand for a missing value, beside an empty field, NA, NaN and null.
     """
 
     kind: Literal["csv"]
     delimiter: str = Field(default=",", min_length=1, max_length=1)
     header: bool = True
+    encoding: str | None = None
+    null_values: list[str] | None = None
+
+    @field_validator("encoding")
+    @classmethod
+    def _is_known(cls, encoding: str | None) -> str | None:
+        try:
+            codecs.lookup(encoding or "utf-8")
+        except LookupError as failure:
+            raise ValueError(str(failure)) from None
+        return encoding
 
 
 class ParquetSourceConfig(TableConfig):
