@@ -97,6 +97,11 @@ def of_function(**args):
     return job(**args) | {"loss": "mistakes.py:own_loss"}
 
 
+def penalised(**args):
+    made = task_job("", task="Penalised")
+    return made | {"task": made["task"] | {"args": args}}
+
+
 BATCH = r"the batch is float32 \[8, 6\]"
 OF_TASKS = {
     "float labels": (
@@ -142,6 +147,9 @@ OF_TASKS = {
     "in a task with phases": (
         task_job("cross_entropy", task="OwnSteps", labels="from_one"), "SH712", "step loss", "from 1 to 3", "label - 1",
     ),
+    "a gradient in an evaluation": (
+        penalised(always=False), "SH716", "slope", "a gradient is asked of what carries none", "torch.enable_grad()",
+    ),
     "in a loss function": (
         of_function(labels="float"), "SH710", "loss function", r"target float32 \[8\] from 0 to 2", "label.long()",
     ),
@@ -181,6 +189,7 @@ RIGHT = {
     "classes of a task with phases": task_job("cross_entropy", task="OwnSteps"),
     "a task with one label for all": task_job("", task="TellsOneNumber"),
     "a loss function": of_function(),
+    "a loss with a gradient": penalised(),
     "a model with its loss": job("OwnLoss", inputs="named", loss="model"),
     "a model with its loss of numbers": job("OwnLoss", inputs="named", labels="number", loss="model", outputs=1),
 }

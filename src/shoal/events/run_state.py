@@ -369,16 +369,9 @@ def _saved(state: RunState, event: Event, saved: schema.SavedEvent) -> None:
 
 @_folds(schema.NoteEvent)
 def _note(state: RunState, event: Event, note: schema.NoteEvent) -> None:
-    about = _subject(note.message)
-    state.last_note_is_repeat = any(one.kind == "note" and _subject(one["message"]) == about for one in state.notes)
+    state.last_note_is_repeat = any(one.kind == "note" and one["message"] == note.message for one in state.notes)
     if not state.last_note_is_repeat:
         state.note(event)
-
-
-def _subject(message: str) -> str:
-    """A note with a code is about its place: every worker tells it, with the numbers of its own samples."""
-    head = message.partition(": ")[0]
-    return head if re.match(r"SH\d{3} ", head) else message
 
 
 @_folds(schema.WeightsLoadedEvent)

@@ -124,8 +124,8 @@ class Replica:
             changed = changed_buffers(self.model, before)
         self._set_moving_buffers(changed)
 
-    @torch.no_grad()
     def _rehearse(self, batch: Any) -> None:
+        """With gradients: a loss may compute some itself."""
         self._loss(self.model, batch)
 
     @contextlib.contextmanager

@@ -57,7 +57,7 @@ from shoal.strategies.sharded_commit import ShardedSync
 from shoal.strategies.torch_ddp import TorchDdpSync
 from shoal.tasks.compilation import compile_model, one_at_a_time
 from shoal.tasks.lazy_parameters import initialise_lazy_parameters
-from shoal.tasks.loss_calls import ExplainedLoss
+from shoal.tasks.loss_calls import ExplainedLoss, look_at_loss_calls
 from shoal.tasks.model import build_lr_schedule, build_task, load_initial_weights
 from shoal.tasks.optimizer import check_task, make_optimizer, make_optimizers
 from shoal.tasks.task import Task
@@ -99,12 +99,14 @@ def build_model(
     with wrap_user_errors("SH401", "the first batch"), one_at_a_time(cache_directory(), job.compile):
         replica.probe(example)
         with replica.rehearsal():
-            note = task.look_at(replica.model, example)
+            notes = [task.look_at(replica.model, example)]
+            if not task.explains_itself and not job.compile:
+                notes += look_at_loss_calls(task, replica.model, example)
         if job.compile:
             replica.begin_step()
             replica.forward_backward(0, 0, example, share=1.0)
             replica.undo_step()
-    if note:
+    for note in filter(None, notes):
         report("note", message=note)
     rebuild = partial(build_replica, job, device, example=example, report=_report_nothing, **length)
     return WholeJobModel(job, task, replica, steps, rebuild)
@@ -254,8 +256,7 @@ def build_replica(
         compile_model(model, cache_directory())
     epochs = -(-steps // steps_per_epoch)
     schedule_of = partial(build_lr_schedule, job.schedule, steps=steps, epochs=epochs, base_dir=job.base_dir)
-    loss = ExplainedLoss(task, None if job.compile else lambda message: report("note", message=message))
-    replica = _make_replica(job, task, model, loss, schedule_of=schedule_of, steps_per_epoch=steps_per_epoch, rng=rng)
+    replica = _make_replica(job, task, model, schedule_of, steps_per_epoch=steps_per_epoch, rng=rng)
     replica.saves_frozen = job.checkpoint.frozen
     replica.loss_scale = LossScale() if job.precision == "fp16" else None
     if job.average is not None:
@@ -266,14 +267,7 @@ def build_replica(
 
 
 def _make_replica(
-    job: Job,
-    task: Task,
-    model: nn.Module,
-    explained: ExplainedLoss,
-    *,
-    schedule_of: Callable[..., Any],
-    steps_per_epoch: int,
-    rng: LaneRng,
+    job: Job, task: Task, model: nn.Module, schedule_of: Callable[..., Any], *, steps_per_epoch: int, rng: LaneRng
 ) -> Replica:
     """One update per step, or a step in several passes."""
     settings: dict[str, Any] = {
@@ -283,6 +277,7 @@ def _make_replica(
         "autocast": AUTOCAST[job.precision],
         "rng": rng,
     }
+    explained = ExplainedLoss(task)
     loss = task.loss if task.explains_itself else explained.loss
     if task.has_phases:
         optimizers = make_optimizers(job, task, model)

@@ -23,13 +23,23 @@ def compile_model(model: nn.Module, cache_dir: Path) -> None:
     Each shape of inputs gets code of its own. Code for many shapes would be used or not depending on what a worker has
     seen before, and its bits may differ. For the same reason torch must not give up and go on without compiled code.
     """
-    os.environ.setdefault(CACHE_VARIABLE, str(cache_dir / "compiled"))
+    use_cache(cache_dir)
     import torch._dynamo
 
     config = torch._dynamo.config
     config.recompile_limit = config.accumulated_recompile_limit = MAX_SHAPES
     config.fail_on_recompile_limit_hit = True
     model.compile(dynamic=False)
+
+
+def use_cache(cache_dir: Path) -> None:
+    """Let torch keep code in Shoal's cache, unless the user has named a place. torch sets the variable to its own
+    default as soon as anything asks for the place, such as a library that is imported before."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    named = os.environ.get(CACHE_VARIABLE)
+    if named is None or os.path.abspath(named) == os.path.abspath(default_cache_dir()):
+        os.environ[CACHE_VARIABLE] = str(cache_dir / "compiled")
 
 
 @contextlib.contextmanager

@@ -340,6 +340,17 @@ def _no_such_row(facts: BatchFacts) -> Mistake | None:
     return Mistake("SH715", f"nn.Embedding has no row for a number that it gets{_given(facts)}", fix, about="failure")
 
 
+def _gradient_of_nothing(facts: BatchFacts) -> Mistake | None:
+    """A loss that computes a gradient itself, such as a penalty of it, in an evaluation."""
+    if not re.search(r"does not require grad and does not have a grad_fn|differentiated Tensors", facts.failure):
+        return None
+    fix = (
+        "Evaluations compute no gradients: put what needs them into `with torch.enable_grad():`, or give the Task an "
+        "`evaluate`. In training, leave out detach, item, numpy and no_grad before it."
+    )
+    return Mistake("SH716", "a gradient is asked of what carries none", fix, about="failure")
+
+
 def _named_entries(facts: BatchFacts) -> Mistake | None:
     """A batch of named entries for a model that is not called by name."""
     if not re.search(r"'dict' object has no attribute|must be Tensor, not dict|Tensor .*but got .*dict", facts.failure):
@@ -413,10 +424,11 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     _one_dimension_more,
     _wrong_input_shape,
     _no_such_row,
+    _gradient_of_nothing,
     _named_entries,
 )
 _OF_FAILURES = (
     _wrong_device, _wrong_input_dtype, _classes_last, _other_label_type, _one_dimension_more, _wrong_input_shape,
-    _no_such_row, _named_entries,
+    _no_such_row, _gradient_of_nothing, _named_entries,
 )  # fmt: skip
 """They read what torch said. Without a failure, no worker compiles their patterns."""

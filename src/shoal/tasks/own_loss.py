@@ -24,6 +24,7 @@ from shoal.tasks.task import Task
 class OwnLossTask(Task):
     """The task of a job with `loss: model`."""
 
+    explains_itself = True
     knows_divisor = True
     logits = True
     predicts_classes = True

@@ -35,7 +35,7 @@ class Task:
     has_untrained_parameters = False
     """Whether the loss has parameters that no optimizer gets."""
     explains_itself = False
-    """Whether `loss` itself tells known mistakes, because the job names a loss of torch."""
+    """Whether `loss` itself tells known mistakes, because the job names the loss."""
     carries = False
     """Whether lanes hand something to themselves at the next step, in `carry`."""
     carry: dict[str, Any]
