@@ -6,6 +6,12 @@ import torch
 from shoal.data.batch import Batch
 
 
+def test_a_batch_is_unpacked_as_that_of_a_loader():
+    x, y = batch = Batch((torch.zeros(2, 3),), torch.ones(2), 2)
+    assert (x, y) == (batch[0], batch[1]) == (batch.inputs[0], batch.target)
+    assert Batch(({"ids": x},), y, 2)["ids"] is x
+
+
 @pytest.mark.parametrize(
     ("size", "count", "sizes"), [(6, 4, [1, 2, 1, 2]), (6, 3, [2, 2, 2]), (2, 4, [1, 1]), (5, 1, [5])]
 )

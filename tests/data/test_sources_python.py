@@ -68,6 +68,17 @@ def tensors(n=4):
     return TensorDataset(torch.arange(n * 2.0).reshape(n, 2), torch.arange(n) * 10)
 
 
+def unlabelled(n=4):
+    return TensorDataset(torch.arange(n * 2.0).reshape(n, 2))
+
+
+class Pictures(Squares):
+    def __getitem__(self, i):
+        from PIL import Image
+
+        return Image.new("L", (2, 2)), i
+
+
 def number():
     return 3
 
@@ -117,6 +128,16 @@ def test_other_samples(opened):
     alone = opened("Alone").take(np.array([1, 2]))
     assert alone.inputs[0]["x"].tolist() == [[1], [2]]
     assert alone.target is None
+    tensor = opened("unlabelled").take(np.array([1, 2]))
+    assert ([x.tolist() for x in tensor.inputs], tensor.target) == ([[[2.0, 3.0], [4.0, 5.0]]], None)
+
+
+def test_pictures_are_to_be_made_tensors(opened):
+    pytest.importorskip("PIL")
+    with pytest.raises(ShoalError) as caught:
+        opened("Pictures").take(np.array([1, 2]))
+    assert caught.value.code == "SH306"
+    assert "ToTensor()" in caught.value.fix
     assert opened("Many").take(np.array([2, 1])).target.tolist() == [-2, -1]
 
 

@@ -53,6 +53,21 @@ def test_what_was_measured_before_changes_nothing():
     assert used.evaluate(replica(1.0), part) == fresh.evaluate(replica(1.0), part)
 
 
+class LossAlone(Task):
+    """Its model is a box of parts."""
+
+    def loss(self, model, batch):
+        return model["part"](*batch.inputs).mean()
+
+
+def test_a_task_without_metrics_is_evaluated_by_its_loss_alone():
+    model = nn.ModuleDict({"part": nn.Linear(1, 1)})
+    made = Replica(model, torch.optim.SGD(model.parameters(), 0.1), LossAlone().loss, seed=0)
+    part = DatasetSplit("validation", FourSampleSource(), np.arange(4), None)
+    found = Evaluator(LossAlone(), lanes=2, chunk_size=4, seed=0).evaluate(made, part)
+    assert found["loss"] == pytest.approx(model["part"](torch.tensor([[0.5]])).item())
+
+
 # ---- lanes and workers ----
 
 

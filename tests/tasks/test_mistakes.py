@@ -80,6 +80,13 @@ ERRORS = {
         job("OwnLoss", inputs="named", loss="model", outputs=2), "SH713", "outputs",
         r"target int64 \[8\] from 0 to 2: .* for 0 to 1", "num_labels",
     ),
+    "labels of words": (job(labels="words"), "SH402", "loss", "a target list", "names.index(label)"),
+    "nothing returned": (job("ReturnsNothing"), "SH402", "loss", "output NoneType", "end with `return`"),
+    "a failure that nobody knows": (job("Fails"), "SH401", "fails", "ValueError: never; the batch is float32", "model"),
+    "numbers for a metric of classes": (
+        job(labels="number", loss="MSELoss", outputs=1, metrics=["accuracy"]), "SH408", "metrics",
+        "accuracy compares classes, and the target is float32", "mse",
+    ),
     "device": (job("OtherDevice"), "SH718", "device", "meta .* cpu", "device=x.device"),
 }  # fmt: skip
 
@@ -255,6 +262,30 @@ def test_a_run_tells_the_same_before_its_first_step(run):
     assert outcome.status == "finished"
     notes = [e["message"] for e in read_events(outcome.paths.events) if e.kind == "note"]
     assert [note for note in notes if note.startswith("SH719")]
+
+
+IDS = TensorFacts("int64", (8, 1, 10), name="input_ids")
+SAID = {
+    "a batch of one in each sample": ("too many values to unpack (expected 2)", "SH715", "return_tensors"),
+    "a long text": ("expanded size of the tensor (8) must match the existing size (4) at", "SH715", "max_length: 4"),
+    "channels of a config": (
+        "the channel dimension of the pixel values match with the one set in the configuration. Expected 3 but got 1.",
+        "SH715", "num_channels",
+    ),
+    "a backward pass of one's own": ("Trying to backward through the graph a second time", "SH401", "loss.backward()"),
+    "a name of a batch": ("'Batch' object has no attribute 'labels'", "SH401", "x, y = batch"),
+    "no forward": ('Module [Lit] is missing the required "forward" function', "SH401", "from-other-tools"),
+    "cuda": ("Torch not compiled with CUDA enabled", "SH718", "device=x.device"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_torch_and_models_say_is_explained(name):
+    failure, code, fix = SAID[name]
+    inputs = (IDS,) if "batch of one" in name else (TensorFacts("float32", (8, 6)),)
+    found = recognise(BatchFacts(failure=failure, inputs=inputs))
+    assert found.code == code
+    assert fix in found.fix
 
 
 tensors = st.builds(

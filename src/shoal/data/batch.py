@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,14 @@ class Batch:
     target: Any
     size: int
     weight: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """`x, y = batch`, as loops over a DataLoader have it."""
+        return iter((*self.inputs, self.target))
+
+    def __getitem__(self, place: int | str) -> Any:
+        """`batch[0]`, or an entry of a batch of named entries: `batch["input_ids"]`."""
+        return self.inputs[0][place] if isinstance(place, str) else (*self.inputs, self.target)[place]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))

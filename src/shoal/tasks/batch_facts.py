@@ -125,7 +125,8 @@ def explain_model_errors(model: nn.Module, batch: Batch) -> Iterator[None]:
         inputs = input_facts(batch)
         known = known_failure(failure, inputs=inputs, model=model)
         if known is None:
-            failure.add_note(f"{GIVEN}{', '.join(one.with_range for one in inputs)}")
+            if inputs:
+                failure.add_note(f"{GIVEN}{', '.join(one.with_range for one in inputs)}")
             raise
         raise known from failure
 

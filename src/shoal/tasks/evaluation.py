@@ -179,7 +179,10 @@ class Evaluator:
             if self._task.carries:
                 self._task.carry = {}
             with replica.autocast_context(), wrap_user_errors("SH401", f"evaluation of {split.name}, chunk {chunk}"):
-                loss, output = self._task.evaluate(replica.model, batch)
+                if self._task.needs_predictions:
+                    loss, output = self._task.evaluate(replica.model, batch)
+                else:
+                    loss, output = self._task.loss(replica.model, batch), None
             yield chunk, replace(batch, target=self._task.target(replica.model, batch)), loss, output
 
     def _batches(self, split: DatasetSplit, chunks: Iterable[int]) -> Iterator[tuple[int, Batch]]:

@@ -172,7 +172,8 @@ def explain_errors(loss: Any, output: Any, target: Any, *, model: nn.Module | No
             raise
         text = describe_exception(failure)
         fix = _fix(loss, output, target)
-        if not fix and (found := recognise(loss_facts(loss, output, target, failure=text))):
+        found = None if fix else recognise(loss_facts(loss, output, target, failure=text))
+        if found and found.code != "SH715":  # that is about layers
             raise mistake_error(found, model) from failure
         message = f"{_call(loss, output, target)}: {text}"
         raise error("SH402", message, where="loss", fix=fix or _last_fix(loss)) from failure
@@ -202,6 +203,10 @@ def _fix(loss: Any, output: Any, target: Any) -> str:
     """A fix that concerns the loss's own arguments; '' if there is none."""
     if isinstance(loss, nn.Module) and len(inspect.signature(loss.forward).parameters) > 2:
         return f"Write a Task: {type(loss).__name__} takes more than an output and a target."
+    if output is None:
+        return "`forward` returns nothing: let it end with `return`."
+    if isinstance(target, list | tuple) and any(isinstance(value, str) for value in target):
+        return "The labels are texts: return the number of each class, such as names.index(label)."
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return "Let model and data give one tensor each, or write a Task, whose loss takes anything."
     outputs = output.shape[1 if isinstance(loss, ClassLoss) and output.dim() > 1 else -1] if output.dim() else 1

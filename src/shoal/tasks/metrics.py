@@ -125,7 +125,11 @@ class MetricAccumulator:
             try:
                 metric.update(_prediction_for(metric, raw, probabilities), target)
             except (ValueError, RuntimeError, TypeError, IndexError) as failure:
-                raise error("SH408", f"{name}: {describe_exception(failure)}", where="metrics") from failure
+                message, fix = f"{name}: {describe_exception(failure)}", ""
+                if _compares_classes(metric) and isinstance(target, Tensor) and target.is_floating_point():
+                    message = f"{name} compares classes, and the target is {target.dtype}".replace("torch.", "")
+                    fix = "For numbers use mse, rmse, mae or r2; class numbers are int64."
+                raise error("SH408", message, where="metrics", fix=fix) from failure
 
 
 def _double(value: Any) -> Tensor:
@@ -142,11 +146,15 @@ def _to_device(device: torch.device, value: Any) -> Any:
 def _prediction_for(metric: Any, raw: Any, probabilities: Any) -> Any:
     """Probabilities for classification metrics; (n, t, classes) for text metrics, (n, classes, t) for all others."""
     module = type(metric).__module__
-    if module.startswith("torchmetrics.classification"):
+    if _compares_classes(metric):
         return probabilities
     if module.startswith("torchmetrics.text") and isinstance(raw, Tensor) and raw.dim() > 2:
         return raw.movedim(1, -1)
     return raw
+
+
+def _compares_classes(metric: Any) -> bool:
+    return type(metric).__module__.startswith("torchmetrics.classification")
 
 
 def _integer_target(prediction: Any, target: Any, original: Any) -> Any:

@@ -351,6 +351,26 @@ def _gradient_of_nothing(facts: BatchFacts) -> Mistake | None:
     return Mistake("SH716", "a gradient is asked of what carries none", fix, about="failure")
 
 
+def _of_another_loop(facts: BatchFacts) -> Mistake | None:
+    """What belongs into a loop of the user's own, or into another tool."""
+    for pattern, code, message, fix in _OTHER_LOOPS:
+        if re.search(pattern, facts.failure):
+            return Mistake(code, f"{message}{_given(facts)}", fix, about="failure")
+    return None
+
+
+_OTHER_LOOPS = (
+    ("Trying to backward through the graph a second time", "SH401", "the loss has computed its gradient already",
+     "Leave out loss.backward() and optimizer.step(): Shoal calls them. Or detach what an earlier step has made."),
+    ("'Batch' object has no attribute", "SH401", "a batch has `inputs`, a tuple, `target`, `size` and `weight`",
+     "Write batch.inputs[0] and batch.target, or `x, y = batch`."),
+    ('missing the required "forward" function', "SH401", "a module is called that has no `forward`",
+     "Give it one; a LightningModule with a training_step becomes a Task: docs/from-other-tools.md."),
+    ("Torch not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available", "SH718", "there is no GPU here",
+     "Leave out .cuda() and .to('cuda'): Shoal moves model and batch; make other tensors with device=x.device."),
+)  # fmt: skip
+
+
 def _named_entries(facts: BatchFacts) -> Mistake | None:
     """A batch of named entries for a model that is not called by name."""
     if not re.search(r"'dict' object has no attribute|must be Tensor, not dict|Tensor .*but got .*dict", facts.failure):
@@ -425,10 +445,11 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     _wrong_input_shape,
     _no_such_row,
     _gradient_of_nothing,
+    _of_another_loop,
     _named_entries,
 )
 _OF_FAILURES = (
     _wrong_device, _wrong_input_dtype, _classes_last, _other_label_type, _one_dimension_more, _wrong_input_shape,
-    _no_such_row, _gradient_of_nothing, _named_entries,
+    _no_such_row, _gradient_of_nothing, _of_another_loop, _named_entries,
 )  # fmt: skip
 """They read what torch said. Without a failure, no worker compiles their patterns."""

@@ -85,6 +85,11 @@ class Task:
         return batch.target
 
     @property
+    def needs_predictions(self) -> bool:
+        """Whether an evaluation uses more than the loss: a model of parts may have no forward pass of its own."""
+        return type(self).metrics is not Task.metrics or self.evaluates_in_one_pass
+
+    @property
     def evaluates_in_one_pass(self) -> bool:
         """Whether `evaluate` calls the model once."""
         return type(self).evaluate is not Task.evaluate

@@ -81,6 +81,8 @@ def make_batch(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:
     except Exception as failure:  # torch raises TypeError and RuntimeError, types of the user anything
         message = f"samples {format_ids(ids)} do not make a batch: {describe_exception(failure)}"
         fix = "Give samples of one type and shape, or write `collate` in data.source."
+        if "PIL." in message:
+            fix = "Make tensors of the images: transform=torchvision.transforms.ToTensor(), or numpy.asarray(image)."
         raise error("SH306", message, fix=fix) from failure
     inputs, target = _split_target(collated, samples[0])
     return Batch(inputs, target, len(ids))
@@ -215,6 +217,8 @@ def _split_target(value: Any, sample: Any) -> tuple[tuple[Any, ...], Any]:
     """Inputs and target. The sample shows whether it is a pair, because collating turns tuples into lists."""
     if isinstance(sample, list | tuple) and len(sample) > 1:
         return tuple(value[:-1]), value[-1]
+    if isinstance(sample, tuple) and len(sample) == 1:  # of a TensorDataset without labels
+        return tuple(value), None
     if isinstance(value, Mapping):  # also a BatchEncoding, as collators of transformers return it
         return (dict(value),), value.get("labels", value.get("label"))
     return (value,), None
