@@ -64,6 +64,10 @@ class Application:
         return np.compress(self.points[:, 0] == np.ceil(self.points[:, 1] / GPUS_PER_NODE), self.points, axis=0)
 
     @property
+    def most_gpus(self) -> int:
+        return 1 if self.name == "ncf" else min(MOST_GPUS, self.max_batch // self.min_local)
+
+    @property
     def fixed_batch(self) -> int | None:
         return self.max_batch if self.name == "ncf" else None
 

@@ -70,7 +70,10 @@ def _corrections(model: StepTimeModel, rows: Floats) -> dict[tuple[int, int], fl
 
 @dataclass
 class SimulatedJob:
-    """Time is in seconds since the start of the simulation. `batch`: a fixed total batch; None if the job adapts it."""
+    """Time is in seconds since the start of the simulation. `batch`: a fixed total batch; None if the job adapts it.
+
+    `min_workers`, `max_workers`, `tenant` and `priority` are requests to Shoal's policy; the published ones know none.
+    """
 
     name: str
     app: Application
@@ -78,6 +81,10 @@ class SimulatedJob:
     gpus_asked: int
     batch_asked: int
     batch: int | None
+    min_workers: int = 1
+    max_workers: int = MOST_GPUS
+    tenant: str = ""
+    priority: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     finished_s: float | None = None
     first_alloc_s: float | None = None
@@ -97,9 +104,7 @@ class SimulatedJob:
     @property
     def most(self) -> int:
         """The largest number of GPUs that the policy may give: twice what was tried."""
-        if self.app.name == "ncf":
-            return 1
-        return min(max(2 * self.times.tried, 1), MOST_GPUS, self.app.max_batch // self.app.min_local)
+        return min(max(2 * self.times.tried, 1), self.app.most_gpus)
 
     @property
     def remaining(self) -> float:

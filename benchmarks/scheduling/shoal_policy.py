@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from benchmarks.scheduling.application import MOST_GPUS
 from benchmarks.scheduling.batch import GoodputModel
 from benchmarks.scheduling.cluster import Allocations, Nodes, Setting
 from benchmarks.scheduling.job import SimulatedJob
@@ -46,15 +45,18 @@ class ShoalPolicy:
         self._nodes = {node: NodeView(self.setting.gpus_per_node) for node in range(self.setting.nodes)}
 
     def decide(self, now_s: float, jobs: Mapping[str, SimulatedJob], current: Mapping[str, Nodes]) -> Allocations:
-        views = {key: self._view(job) for key, job in jobs.items()}
+        views = {key: self.view(job) for key, job in jobs.items()}
         decision = self.policy.decide(now_s, views, self._nodes, current)
         return dict(decision.allocation)
 
-    def _view(self, job: SimulatedJob) -> JobView:
+    def view(self, job: SimulatedJob) -> JobView:
         return JobView(
             id=job.name,
             curve=self._curve(job),
-            most=MOST_GPUS,
+            least=job.min_workers,
+            most=job.max_workers,
+            priority=job.priority,
+            user=job.tenant,
             submitted_s=job.submitted_s,
             served_s=job.served_s,
             remaining=None if self.sizes == "blind" else job.remaining,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.scheduling.application import MOST_GPUS, Application, read_csv
 from benchmarks.scheduling.job import SimulatedJob, StepTimes
+from shoal.plan.queueing.entry import MAX_PRIORITY
 
 
 class WorkloadError(Exception):
@@ -18,8 +19,8 @@ class WorkloadError(Exception):
 def load_workload(
     path: Path, apps: Mapping[str, Application], *, adaptive: bool, warm: bool, load: float = 1.0
 ) -> list[SimulatedJob]:
-    """`adaptive` jobs choose their GPUs and their batch, so those that the file asks for may be missing. `warm` ones
-    begin with the step times of earlier jobs of the application.
+    """`adaptive` jobs choose their GPUs and their batch, so those that the file asks for may be missing; `min_workers`
+    and `max_workers` bound the GPUs. `warm` ones begin with the step times of earlier jobs of the application.
 
     `load` 2 lets the same jobs arrive in half the time. WorkloadError if the file has no jobs, or a malformed one.
     """
@@ -49,6 +50,7 @@ def _job(
         raise ValueError(f"there is no application '{kind}'; the profiles have {', '.join(sorted(apps))}")
     app = apps[kind]
     asked = _number(row, "batch_size", least=1, missing=app.init_batch if adaptive else None)
+    min_workers = max(_number(row, "min_workers", least=0, most=app.most_gpus, missing=0), 1)
     return SimulatedJob(
         name=name,
         app=app,
@@ -56,6 +58,10 @@ def _job(
         gpus_asked=_number(row, "num_replicas", least=1, most=MOST_GPUS, missing=1 if adaptive else None),
         batch_asked=asked,
         batch=app.fixed_batch if adaptive else asked,
+        min_workers=min_workers,
+        max_workers=_number(row, "max_workers", least=min_workers, most=MOST_GPUS, missing=MOST_GPUS),
+        tenant=(row.get("tenant") or "").strip(),
+        priority=_number(row, "priority", least=-MAX_PRIORITY, most=MAX_PRIORITY, missing=0),
         times=StepTimes(prior=app.compact_points if warm else None),
         gradients=app.gradients(app.init_batch, 0) if warm else None,
     )

@@ -14,8 +14,10 @@ from benchmarks.scheduling.cluster import Setting, Simulation
 from benchmarks.scheduling.job import placement_of
 from benchmarks.scheduling.metrics import isolated_s, load_isolated, makespan_bound
 from benchmarks.scheduling.published import Optimus, Tiresias
+from benchmarks.scheduling.shoal_policy import ShoalPolicy
 from benchmarks.scheduling.workload import load_workload
 
+from shoal.plan.scheduling import SchedulingPolicy
 from tests.benchmarks.scheduling_data import step_s, write_data
 
 JOBS = [("a", 10), ("b", 70), ("c", 70), ("d", 500)]
@@ -145,6 +147,7 @@ def test_simulate_writes_what_is_needed_to_replay(data, tmp_path, monkeypatch, c
 
 
 HEADER = "name,time,application,num_replicas,batch_size\n"
+BOUNDS = "name,time,application,min_workers,max_workers,tenant,priority\n"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,9 @@ HEADER = "name,time,application,num_replicas,batch_size\n"
         (HEADER + ",0,tiny,4,64\n", "line 2: `name` is missing"),
         (HEADER + "a,0,tiny,4,64\na,9,tiny,4,64\n", "line 3: there are two jobs 'a'"),
         ("when,what\n3,tiny\n", "line 2: `name` is missing"),
+        (BOUNDS + "a,0,tiny,65,,,\n", "line 2: `min_workers` is '65', not a number of 0 to 64"),
+        (BOUNDS + "a,0,tiny,4,2,,\n", "line 2: `max_workers` is '2', not a number of 4 to 64"),
+        (BOUNDS + "a,0,tiny,,,,high\n", "line 2: `priority` is 'high', not a number of -100 to 100"),
         ("\x00\udcff", "workload-1.csv"),
     ],
 )
@@ -180,6 +186,20 @@ def test_adaptive_policies_need_neither_gpus_nor_batches_and_others_do(data, mon
     with pytest.raises(SystemExit):
         run(monkeypatch, capsys, "simulate", data, "--policy", "tiresias")
     assert "`batch_size` is missing" in capsys.readouterr().err
+
+
+def test_the_policy_keeps_to_what_a_workload_asks_for(data, tmp_path, monkeypatch, capsys):
+    path = data / "workloads/workload-1.csv"
+    path.write_text(BOUNDS + "a,0,tiny,2,4,ann,3\nb,0,tiny,0,,,\n")
+    run(monkeypatch, capsys, "simulate", data, "--output", str(tmp_path / "out"))
+    events = [json.loads(line) for line in (tmp_path / "out/workload-1/events.jsonl").read_text().splitlines()]
+    sizes = {name: {len(event["to"]) for event in events if event["job"] == name} for name in "ab"}
+    assert sizes["a"] == {2, 4}
+    assert min(sizes["b"]) == 1
+    assert max(sizes["b"]) > 4
+    first, second = load_workload(path, load_applications(data), adaptive=True, warm=False)
+    views = [ShoalPolicy(Setting(), "declared", SchedulingPolicy()).view(job) for job in (first, second)]
+    assert [(view.user, view.priority, view.least, view.most) for view in views] == [("ann", 3, 2, 4), ("", 0, 1, 64)]
 
 
 @pytest.mark.parametrize("words", [("--load", "0"), ("--load", "-1"), ("--restart-s", "-1"), ("--exponent", "0")])
