@@ -1,5 +1,5 @@
-"""`python -m benchmarks.search simulate` and `price`: searches on tables of learning curves. `decisions`: how long
-deciding takes. `overhead`, `race` and `price_real`: real trainings."""
+"""`python -m benchmarks.search simulate`, `price` and `disk`: searches on tables of learning curves. `decisions`: how
+long deciding takes. `overhead`, `race`, `kills` and `price_real`: real trainings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.report import environment, keep, table
+from benchmarks.search.disk import disk
 from benchmarks.search.price import price
-from benchmarks.search.simulate import POLICIES, simulate
+from benchmarks.search.simulate import POLICIES, Conditions, simulate
 from benchmarks.search.tables import load_tables
+from benchmarks.search.workers import LANES
 
 REAL = {
     "decisions": "processor time of a decision at 50 to 1000 trials",
     "overhead": "seconds per trial beyond its training, beside Optuna and Ray Tune",
+    "kills": "the same search on 1 to 4 workers, and under kill -9 of its processes",
     "race": "the best value over time on MNIST, beside Optuna and Ray Tune, with kills",
     "price_real": "wall time in reproducible order against the order of the clock",
 }
@@ -33,7 +36,7 @@ def main() -> None:
     if options.part in REAL:
         _train(options)
         return
-    rows = _simulate(options) if options.part == "simulate" else _price(options)
+    rows = ON_TABLES[options.part](options)
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
@@ -62,23 +65,24 @@ def _train(options: argparse.Namespace) -> None:
 
 def _simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
     tables = load_tables(options.tables)
-    return [
-        simulate(
-            tables,
-            policy,
-            order=options.order,
-            workers=options.workers,
-            seeds=options.seeds,
-            horizon=options.time,
-            warm=options.warm,
-        )
-        for policy in options.policy or POLICIES
-    ]
+    asked = Conditions(options.order, options.workers, options.time, options.slots, options.lanes, options.warm)
+    return [simulate(tables, policy, asked, seeds=options.seeds) for policy in options.policy or POLICIES]
 
 
 def _price(options: argparse.Namespace) -> list[dict[str, Any]]:
     tables = load_tables(options.tables)[: options.most]
     return [row for workers in options.workers for row in price(tables, workers=workers, seeds=options.seeds)]
+
+
+def _disk(options: argparse.Namespace) -> list[dict[str, Any]]:
+    tables = load_tables(options.tables)
+    return [
+        disk(tables, share=share, workers=options.workers, seeds=options.seeds, horizon=options.time)
+        for share in options.share
+    ]
+
+
+ON_TABLES = {"simulate": _simulate, "price": _price, "disk": _disk}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,11 +93,17 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--order", choices=("virtual", "clock"), default="virtual", help="of Shoal's search")
     run.add_argument("--workers", type=int, default=4)
     run.add_argument("--time", type=float, default=10.0, help="units of time: 1 is an average full training")
+    run.add_argument("--slots", type=int, help="of Shoal's search; as many as workers without it")
+    run.add_argument("--lanes", type=int, default=LANES, help="workers that one of its trials can use; 1: nobody helps")
     run.add_argument("--warm", type=int, default=0, help="Shoal begins with the best rows of so many other tables")
     cost = parts.add_parser("price", help="work done in reproducible order against the order of the clock")
     cost.add_argument("--workers", type=int, nargs="+", default=[4, 8, 16, 32, 64])
-    cost.add_argument("--most", type=int, default=3, help="number of tables")
-    for part in (run, cost):
+    cost.add_argument("--most", type=int, help="number of tables; all without it")
+    room = parts.add_parser("disk", help="work that is done twice if few checkpoints of paused trials are kept")
+    room.add_argument("--share", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="of the paused trials")
+    room.add_argument("--workers", type=int, default=4)
+    room.add_argument("--time", type=float, default=10.0)
+    for part in (run, cost, room):
         part.add_argument("--tables", type=Path, required=True, help="a directory of *.npz")
         part.add_argument("--seeds", type=int, default=3)
         part.add_argument("--json", action="store_true")

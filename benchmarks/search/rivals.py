@@ -62,17 +62,21 @@ class RayAsha(RandomSearch):
 
 
 class Optuna:
-    """Optuna's TPESampler with its defaults, and HyperbandPruner or no pruner."""
+    """Optuna's TPESampler with its defaults, and HyperbandPruner, SuccessiveHalvingPruner (its ASHA) or no pruner."""
 
-    def __init__(self, axes: int, seed: int, *, epochs: int, hyperband: bool) -> None:
+    def __init__(self, axes: int, seed: int, *, epochs: int, pruner_name: str) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        pruner = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=epochs) if hyperband else None
+        pruners = {
+            "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=1, max_resource=epochs),
+            "asha": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1),
+            "": optuna.pruners.NopPruner,
+        }
         self.study = optuna.create_study(
             direction="minimize",
             sampler=optuna.samplers.TPESampler(seed=seed),
-            pruner=pruner or optuna.pruners.NopPruner(),
+            pruner=pruners[pruner_name](),
             study_name=f"study-{seed}",
         )
         self.spaces: dict[str, Any] = {f"x{i}": optuna.distributions.FloatDistribution(0.0, 1.0) for i in range(axes)}
@@ -101,4 +105,4 @@ def make_rival(name: str, table: CurveTable, seed: int) -> Rival:
         return RandomSearch(axes, seed)
     if name == "asha":
         return RayAsha(axes, seed, epochs=epochs)
-    return Optuna(axes, seed, epochs=epochs, hyperband=name == "tpe+hyperband")
+    return Optuna(axes, seed, epochs=epochs, pruner_name=name.partition("+")[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,32 +11,40 @@ import numpy as np
 from benchmarks.search.free_running import run_rival
 from benchmarks.search.rivals import make_rival
 from benchmarks.search.tables import CurveTable, TableSpace
-from benchmarks.search.workers import Observations, SimulatedFleet
+from benchmarks.search.workers import LANES, Observations, SimulatedFleet
 from shoal.plan.search.make import make_search
 from shoal.plan.search.virtual import VirtualSearch
 from shoal.spec.job import Job
 
-POLICIES = ("shoal", "random", "asha", "tpe", "tpe+hyperband")
+POLICIES = ("shoal", "random", "asha", "tpe", "tpe+hyperband", "tpe+asha")
 TIMES = (1.0, 2.5, 5.0, 10.0)
 
 
-def simulate(
-    tables: Sequence[CurveTable], policy: str, *, order: str, workers: int, seeds: int, horizon: float, warm: int = 0
-) -> dict[str, Any]:
-    """Mean regret over tables and seeds, with standard errors, and the processor time of a decision. `warm`: Shoal's
-    search begins with the best configurations of so many other tables."""
-    runs = [
-        _run(t, policy, order=order, workers=workers, seed=s, horizon=horizon, first=best_elsewhere(tables, t, warm, s))
-        for t in tables
-        for s in range(seeds)
-    ]
-    named = [t for t in tables for _ in range(seeds)]
-    row: dict[str, Any] = {"policy": policy, "order": order if policy == "shoal" else "clock", "workers": workers}
-    if warm and policy == "shoal":
-        row["warm"] = warm
+@dataclass(frozen=True)
+class Conditions:
+    """How a search is simulated. `slots`: as many as workers without it. `warm`: Shoal's search begins with the best
+    configurations of so many other tables."""
+
+    order: str = "virtual"
+    workers: int = 4
+    horizon: float = 10.0
+    slots: int | None = None
+    lanes: int = LANES
+    warm: int = 0
+
+
+def simulate(tables: Sequence[CurveTable], policy: str, asked: Conditions, *, seeds: int) -> dict[str, Any]:
+    """Mean regret over tables and seeds, with standard errors, and the processor time of a decision."""
+    named = [(t, seed) for t in tables for seed in range(seeds)]
+    runs = [_run(t, policy, asked, seed=s, first=best_elsewhere(tables, t, asked.warm, s)) for t, s in named]
+    order = asked.order if policy == "shoal" else "clock"
+    row: dict[str, Any] = {"policy": policy, "order": order, "workers": asked.workers}
+    if policy == "shoal":
+        told = {"slots": asked.slots, "lanes": asked.lanes if asked.lanes != LANES else None, "warm": asked.warm}
+        row |= {name: value for name, value in told.items() if value}
     for when in TIMES:
-        if when <= horizon:
-            regrets = np.array([t.regret(found.best_at(when)) for t, found in zip(named, runs, strict=True)])
+        if when <= asked.horizon:
+            regrets = np.array([t.regret(found.best_at(when)) for (t, _), found in zip(named, runs, strict=True)])
             row[f"regret at {when:g}"] = round(float(regrets.mean()), 4)
             row[f"± at {when:g}"] = (
                 round(float(regrets.std(ddof=1) / np.sqrt(len(regrets))), 4) if len(runs) > 1 else 0.0
@@ -57,19 +66,13 @@ def best_elsewhere(tables: Sequence[CurveTable], t: CurveTable, count: int, seed
 
 
 def _run(
-    t: CurveTable,
-    policy: str,
-    *,
-    order: str,
-    workers: int,
-    seed: int,
-    horizon: float,
-    first: Sequence[Mapping[str, float]],
+    t: CurveTable, policy: str, asked: Conditions, *, seed: int, first: Sequence[Mapping[str, float]]
 ) -> Observations:
     if policy != "shoal":
-        return run_rival(t, make_rival(policy, t, seed), workers=workers, horizon=horizon, seed=seed)
-    plan = default_search(t, slots=workers, order=order, seed=seed, first=first)
-    return SimulatedFleet(t, plan, workers, horizon, seed, helping=order == "virtual").run()
+        return run_rival(t, make_rival(policy, t, seed), workers=asked.workers, horizon=asked.horizon, seed=seed)
+    plan = default_search(t, slots=asked.slots or asked.workers, order=asked.order, seed=seed, first=first)
+    lanes = asked.lanes if asked.order == "virtual" else 1
+    return SimulatedFleet(t, plan, asked.workers, asked.horizon, seed, lanes=lanes).run()
 
 
 def default_search(

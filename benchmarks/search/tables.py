@@ -86,6 +86,8 @@ def check(path: Path, data: dict[str, np.ndarray]) -> None:
         raise SystemExit(f"{path}: a table has `y`, and `u` or `x`; this file has {sorted(data)}")
     if data["y"].ndim != 2 or data["y"].shape[1] < 2 or places.ndim != 2 or len(places) != len(data["y"]):
         raise SystemExit(f"{path}: `y` is rows x points (two or more), `u` or `x` rows x values, with as many rows")
+    if not places.shape[1] or np.isnan(data.get("x", np.zeros(1))).any():
+        raise SystemExit(f"{path}: `u` or `x` has no column, or values that are missing")
     if "u" in data and not ((data["u"] >= -ROUNDED) & (data["u"] <= 1 + ROUNDED)).all():
         raise SystemExit(
             f"{path}: `u` has values that are missing or outside of 0 to 1; give values as they are as `x`"
@@ -106,9 +108,11 @@ def elapsed(seconds: np.ndarray) -> np.ndarray:
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """Each column as its ranks from 0 to 1: how the configurations were drawn, whatever the scale."""
-    order = np.argsort(np.argsort(values, axis=0, kind="stable"), axis=0, kind="stable")
-    return np.asarray((order + 0.5) / len(values))
+    """Each column as its ranks from 0 to 1: how the configurations were drawn, whatever the scale. Equal values share
+    theirs."""
+    from scipy.stats import rankdata
+
+    return np.asarray((rankdata(values, axis=0) - 0.5) / len(values))
 
 
 class TableSpace(Space):

@@ -14,6 +14,8 @@ SPEED_NOISE = 0.15
 COST_ERROR = 0.25
 HELP = 0.85
 """How much a worker that helps another one's stretch adds to its speed."""
+LANES = 8
+"""Workers that one trial can use."""
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Observations:
 
 
 @dataclass
-class _Carried:
+class Carried:
     """A stretch on real workers: `marks` is the work until each of its epochs, `done` the work so far."""
 
     stretch: Stretch
@@ -47,19 +49,20 @@ class _Carried:
 
 @dataclass
 class SimulatedFleet:
-    """`workers` workers; `horizon` ends the simulation. `helping`: idle workers join the stretch that is waited for."""
+    """`workers` workers; `horizon` ends the simulation. Idle workers join the stretch that is waited for, up to `lanes`
+    in all, then the others in the order of their virtual ends. With one lane nobody helps."""
 
     table: CurveTable
     plan: SearchPlan
     workers: int
     horizon: float
     seed: int
-    helping: bool = True
+    lanes: int = LANES
     speeds: float = SPEED_NOISE
     cost_error: float = COST_ERROR
     found: Observations = field(default_factory=Observations)
     now: float = 0.0
-    _carried: dict[int, _Carried] = field(default_factory=dict)
+    _carried: dict[int, Carried] = field(default_factory=dict)
 
     def run(self) -> Observations:
         while self.now < self.horizon:
@@ -80,7 +83,7 @@ class SimulatedFleet:
             if isinstance(decision, ShapeWanted):
                 self.plan.tell_shape(decision.trial, self._shape(int(decision.changes["row"])))
             elif isinstance(decision, Stretch):
-                self._carried[decision.number] = self._carry(decision)
+                self._carried[decision.number] = self.carry(decision)
             else:
                 return decision
 
@@ -88,7 +91,7 @@ class SimulatedFleet:
         noise = np.random.default_rng([row, 7]).normal() * self.cost_error
         return TrialShape(units=self.table.error.shape[1], cost=float(self.table.time[row, -1] * np.exp(noise)))
 
-    def _carry(self, stretch: Stretch) -> _Carried:
+    def carry(self, stretch: Stretch) -> Carried:
         row = int(stretch.changes["row"])
         since = self.table.time[row, stretch.start - 1] if stretch.start else 0.0
         marks = self.table.time[row, stretch.start : stretch.end] - since
@@ -96,15 +99,18 @@ class SimulatedFleet:
         errors = self.table.error[row, stretch.start : stretch.end]
         alive = int(np.isfinite(errors).sum())
         kept = min(alive + 1, len(errors))  # it trains up to the epoch at which it diverges
-        return _Carried(stretch, np.maximum(marks[:kept] * factor, 1e-9), errors[:kept])
+        return Carried(stretch, np.maximum(marks[:kept] * factor, 1e-9), errors[:kept])
 
     def _assign(self, waiting: Wait | SearchEnd) -> None:
         free = self.workers - sum(c.workers for c in self._carried.values())
-        for carried in sorted(self._carried.values(), key=lambda c: (c.stretch.ends, c.stretch.number)):
+        in_order = sorted(self._carried.values(), key=lambda c: (c.stretch.ends, c.stretch.number))
+        for carried in in_order:
             if free and not carried.workers:
                 carried.workers, free = 1, free - 1
-        if free and self.helping and isinstance(waiting, Wait) and waiting.number in self._carried:
-            self._carried[waiting.number].workers += free
+        awaited = waiting.number if isinstance(waiting, Wait) else None
+        for carried in sorted(in_order, key=lambda c: c.stretch.number != awaited):
+            extra = min(free, self.lanes - carried.workers)
+            carried.workers, free = carried.workers + extra, free - extra
 
     def _advance(self) -> None:
         """Up to the next end of a stretch."""
@@ -116,9 +122,9 @@ class SimulatedFleet:
         self.now += step
         for carried in [c for c in running if c.done >= c.marks[-1] - 1e-12]:
             del self._carried[carried.stretch.number]
-            self._release(carried)
+            self.release(carried)
 
-    def _train(self, carried: _Carried, step: float) -> None:
+    def _train(self, carried: Carried, step: float) -> None:
         reached = carried.done + carried.speed * step
         for mark, error in zip(carried.marks, carried.errors, strict=True):
             if carried.done < mark <= reached + 1e-12 and np.isfinite(error):
@@ -126,7 +132,7 @@ class SimulatedFleet:
         self.found.trained += carried.speed * step
         carried.done = reached
 
-    def _release(self, carried: _Carried) -> None:
+    def release(self, carried: Carried) -> None:
         rows = tuple({"error": float(e)} for e in carried.errors if np.isfinite(e))
         failure = "" if len(rows) == len(carried.errors) else "diverged"
         self.plan.tell(carried.stretch.number, StretchResult(rows, failure))

@@ -6,7 +6,9 @@ import sys
 import numpy as np
 import pytest
 from benchmarks.search import __main__ as searching
-from benchmarks.search.simulate import best_elsewhere, simulate
+from benchmarks.search.disk import disk
+from benchmarks.search.price import price
+from benchmarks.search.simulate import Conditions, best_elsewhere, simulate
 from benchmarks.search.tables import load_table, load_tables
 
 ROWS, POINTS = 60, 9
@@ -55,7 +57,7 @@ def test_other_policies_are_rivals_in_the_order_of_the_clock(tmp_path, monkeypat
     assert "regret at 10" not in rows[0]
 
 
-@pytest.mark.parametrize("policy", ["tpe", "tpe+hyperband"])
+@pytest.mark.parametrize("policy", ["tpe", "tpe+hyperband", "tpe+asha"])
 def test_optuna_is_run_on_the_same_tables(policy, tmp_path, monkeypatch, capsys):
     pytest.importorskip("optuna")
     write(tmp_path)
@@ -77,7 +79,7 @@ def test_diverged_curves_and_unknown_times_are_no_obstacle(diverged, tmp_path):
     cube, error = curves(diverged=diverged)
     seconds = np.where(np.isnan(error), np.nan, np.cumsum(np.ones_like(error), axis=1))
     np.savez(tmp_path / "one.npz", x=np.exp(9 * cube), y=error, t=seconds)
-    found = simulate(load_tables(tmp_path), "shoal", order="virtual", workers=4, seeds=1, horizon=5)
+    found = simulate(load_tables(tmp_path), "shoal", Conditions(horizon=5), seeds=1)
     assert all(np.isfinite(value) for key, value in found.items() if key.startswith("regret"))
 
 
@@ -91,6 +93,8 @@ def test_diverged_curves_and_unknown_times_are_no_obstacle(diverged, tmp_path):
         ({"u": np.ones((4, 2)), "y": np.full((4, 3), np.nan)}, "diverged"),
         ({"u": np.full((4, 2), 1.5), "y": np.ones((4, 3))}, "outside of 0 to 1"),
         ({"u": np.full((4, 2), np.nan), "y": np.ones((4, 3))}, "missing or outside"),
+        ({"u": np.ones((4, 0)), "y": np.ones((4, 3))}, "no column"),
+        ({"x": np.full((4, 2), np.nan), "y": np.ones((4, 3))}, "missing"),
         ({"u": np.ones((4, 2)), "y": np.full((4, 3), "low")}, "arrays of numbers"),
         ({"u": np.ones((4, 2)), "y": np.array([[1, None]] * 4)}, "arrays of numbers"),
     ],
@@ -116,14 +120,12 @@ def test_a_value_that_is_missing_between_others_is_no_divergence(tmp_path):
     assert np.array_equal(table.error, [[7, 7, 7, 7, 4], [8, 7, hole, hole, hole], [hole] * 5], equal_nan=True)
 
 
-@pytest.mark.parametrize(("points", "rows"), [(2, 60), (2, 3), (120, 40)])
+@pytest.mark.parametrize(("points", "rows"), [(2, 60), (2, 3), (2, 1), (120, 40)])
 def test_tables_of_any_size_are_searched(points, rows, tmp_path):
-    """One fidelity, fewer rows than workers ask for, many fidelities."""
+    """One fidelity, fewer rows than workers ask for, a single one, many fidelities."""
     cube, _ = curves()
     error = cube[:rows, :1] + 1 / (1 + np.arange(points))[None]
-    found = simulate(
-        [load_table(write(tmp_path, u=cube[:rows], y=error))], "shoal", order="virtual", workers=4, seeds=1, horizon=2.5
-    )
+    found = simulate([load_table(write(tmp_path, u=cube[:rows], y=error))], "shoal", Conditions(horizon=2.5), seeds=1)
     assert 0 <= found["regret at 2.5"] <= found["regret at 1"]
 
 
@@ -136,7 +138,34 @@ def test_a_warm_search_begins_with_the_best_of_other_tables(tmp_path):
     tables = load_tables(tmp_path)
     (first,) = best_elsewhere(tables, tables[0], 1, seed=0)
     assert tuple(first.values()) == tuple(cube[np.argmin(((cube - 0.5) ** 2).sum(axis=1))])
-    found = simulate(tables, "shoal", order="virtual", workers=4, seeds=1, horizon=2.5, warm=1)
+    found = simulate(tables, "shoal", Conditions(horizon=2.5, warm=1), seeds=1)
     assert (found["warm"], found["regret at 2.5"]) == (1, 0.0)
     with pytest.raises(SystemExit, match="there are 1 other tables"):
         best_elsewhere(tables, tables[0], 2, seed=0)
+
+
+def test_equal_values_of_a_column_share_their_place(tmp_path):
+    values = np.array([[5.0, 1.0], [5.0, 2.0], [9.0, 3.0], [5.0, 4.0]])
+    np.savez(tmp_path / "one.npz", x=values, y=np.ones((4, 3)))
+    table = load_table(tmp_path / "one.npz")
+    assert table.cube[:, 0].tolist() == [0.375, 0.375, 0.875, 0.375]
+    assert table.cube[:, 1].tolist() == [0.125, 0.375, 0.625, 0.875]
+
+
+def test_few_checkpoints_cost_work_and_change_no_decision(tmp_path):
+    cube, error = curves()
+    np.savez(tmp_path / "one.npz", u=cube, y=error)
+    asked = {"workers": 4, "seeds": 1, "horizon": 5.0}
+    tight, plenty = (disk(load_tables(tmp_path), share=share, **asked) for share in (0.05, 1.0))
+    assert 1 <= tight["kept"] < plenty["kept"]
+    assert tight["more work"] > 0 == plenty["more work"] == plenty["retrained"]
+    assert tight["same"] is True
+
+
+def test_idle_workers_help_only_as_far_as_a_trial_has_lanes(tmp_path):
+    tables = load_tables(write(tmp_path).parent)
+    done = {row["way"]: row for row in price(tables, workers=16, seeds=1)}
+    assert done["virtual, nobody helps"]["busy"] < done["virtual, idle workers help"]["busy"] <= 1
+    found = [simulate(tables, "shoal", Conditions(horizon=2.5, lanes=n), seeds=1) for n in (1, 8)]
+    assert found[0]["lanes"] == 1
+    assert "lanes" not in found[1]

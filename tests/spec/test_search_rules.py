@@ -40,6 +40,13 @@ BAD_SEARCHES = {
     "metrics without training": ({"metric": "parameters"}, "SH106", "metric"),
     "constraint": ({"constraints": ["weight <= 3"]}, "SH106", "constraints.0"),
     "constraint text": ({"constraints": ["size < 3"]}, "SH106", "constraints.0"),
+    "constraint without a bound": ({"constraints": [{"metric": "size"}]}, "SH107", "constraints.0.least"),
+    "constraint that nothing keeps": (
+        {"constraints": [{"metric": "size", "least": 5, "most": 1}]},
+        "SH107",
+        "constraints.0.least",
+    ),
+    "empty space": ({"space": {}}, "SH106", "space"),
     "start key": ({"start": [{"lr": 1}]}, "SH103", "start.0.lr"),
     "start value": ({"start": [{"batch_size": 7}]}, "SH106", "start.0.batch_size"),
     "budget": ({"budget": "3 weeks"}, "SH106", "budget"),

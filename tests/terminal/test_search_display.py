@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from shoal.events import RunState
@@ -53,6 +54,29 @@ def test_the_live_table_has_value_step_state_workers_budget_and_eta(tmp_path):
     running = {run.stretch.trial for run in progress.runs.active}
     assert {int(line[0]) for line in lines[2:] if "running" in line} == running
     assert all(line[2] == "7/36" for line in lines[2:] if "running" in line)
+
+
+@pytest.mark.parametrize(
+    ("budget", "part"),
+    [
+        ("40 trainings", 5 / 40),
+        ("20 trials", 10 / 20),
+        ({"trials": 20, "trainings": 8}, 5 / 8),
+        ({"trainings": 40, "hours": 1 / 60}, 1 / 2),
+    ],
+)
+def test_the_eta_is_that_of_the_budget_which_ends_first(budget, part, tmp_path):
+    """Ten trials have run half of their training, in two stretches each."""
+    job, rows = search_job(budget=budget), []
+    for trial in range(10):
+        rows.append(ShapeRow(trial=trial, changes={}, units=4, cost=1.0))
+        for start in (0, 1):
+            number = 2 * trial + start
+            ends = {"slot": 0, "begins": 0.0, "ends": 1.0}
+            rows.append(DecidedRow(number=number, trial=trial, changes={}, start=start, end=start + 1, **ends))
+            rows.append(ToldRow(number=number, rows=[{"accuracy": 0.5}]))
+    progress = progress_of(create(job, tmp_path), job, rows, elapsed_s=30.0)
+    assert progress.eta_s == pytest.approx(30 * (1 - part) / part)
 
 
 def test_plain_lines_tell_each_row_once_and_none_of_an_earlier_driver(tmp_path):

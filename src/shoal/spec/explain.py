@@ -192,7 +192,8 @@ def _wrong_type(place: str, kind: Any, value: Any) -> ShoalError:
 
 def _out_of_range(fault: FieldProblem) -> ShoalError:
     """A value outside the bounds; the description of the type names them."""
-    wanted = _BOUND_WORDS.get(fault.code, schema.describe_type(fault.expected_type)).format(**fault.context)
+    code = "section_too_short" if fault.code == "too_short" and isinstance(fault.value, dict) else fault.code
+    wanted = _BOUND_WORDS.get(code, schema.describe_type(fault.expected_type)).format(**fault.context)
     message = f"expected {wanted}, found {schema.describe_value(fault.value)}"
     return error("SH106", message, where=fault.path, fix=f"Write {wanted}.")
 
@@ -225,6 +226,7 @@ _BOUND_WORDS = {
     "string_too_short": "text with at least {min_length} character(s)",
     "string_too_long": "text with at most {max_length} character(s)",
     "too_short": "a list of at least {min_length}",
+    "section_too_short": "a section with at least {min_length} line(s)",
     "too_long": "a list of at most {max_length}",
     "finite_number": "a finite number",
     "string_pattern_mismatch": "text that matches {pattern}",

@@ -15,8 +15,7 @@ from shoal.errors import plural
 from shoal.jobs.search.driver import SearchProgress
 from shoal.jobs.search.journal import AnyRow, DecidedRow, ShapeRow, ToldRow
 from shoal.jobs.search.stretches import StretchRun
-from shoal.jobs.search.table import TrialEntry
-from shoal.plan.search.make import objectives
+from shoal.jobs.search.table import Judge, TrialEntry
 from shoal.terminal import formatting
 from shoal.terminal.console import json_line
 from shoal.terminal.fact_table import GAP, fitting, widest
@@ -110,11 +109,11 @@ def row_line(progress: SearchProgress, row: AnyRow) -> str:
     decided = progress.table.decisions[row.number]
     if row.failure:
         return f"trial {decided.trial} failed: {row.failure}"
-    objective, folds = objectives(progress.job)[0], progress.job.averages_runs
-    value = formatting.number(progress.table.trials[decided.trial].value(objective, mean=folds))
-    best = next(iter(progress.table.ranked(objective, mean=folds)), None)
-    told = f"trial {decided.trial} is at {decided.end}: {objective.metric} {value}"
-    return f"{told}; best: trial {best.number} {formatting.number(best.value(objective, mean=folds))}" if best else told
+    judge = Judge.of(progress.job)
+    value = formatting.number(judge.value(progress.table.trials[decided.trial]))
+    best = next((trial for trial in judge.ranked(progress.table) if not judge.breaks(trial)), None)
+    told = f"trial {decided.trial} is at {decided.end}: {judge.objectives[0].metric} {value}"
+    return f"{told}; best: trial {best.number} {formatting.number(judge.value(best))}" if best else told
 
 
 class LiveSearchDisplay(SilentSearchDisplay):
@@ -174,18 +173,24 @@ def trial_table(progress: SearchProgress, width: int) -> Table:
 
 def _trial_rows(progress: SearchProgress) -> list[tuple[dict[str, str], str, str]]:
     """The facts of each trial that is shown, its values, and its style; first the names of the columns."""
-    objective, folds = objectives(progress.job)[0], progress.job.averages_runs
-    names = {"trial": "trial", "value": objective.metric, "step": "step", "state": "state", "workers": "workers"}
+    judge = Judge.of(progress.job)
+    names = {
+        "trial": "trial",
+        "value": judge.objectives[0].metric,
+        "step": "step",
+        "state": "state",
+        "workers": "workers",
+    }
     rows = [(names, "values", "dim")]
     runs = {run.stretch.trial: run for run in progress.runs.active}
-    ranked = progress.table.ranked(objective, mean=folds)
+    ranked = judge.ranked(progress.table)
     shown = {t.number: t for t in [progress.table.trials[n] for n in runs if n in progress.table.trials] + ranked}
-    best = ranked[0].number if ranked else None
+    best = ranked[0].number if ranked and not judge.breaks(ranked[0]) else None
     for trial in list(shown.values())[:MAX_TRIALS_SHOWN]:
         run = runs.get(trial.number)
         facts = {
             "trial": str(trial.number),
-            "value": formatting.number(trial.value(objective, mean=folds)) if trial.rows else "–",
+            "value": formatting.number(judge.value(trial)) if trial.rows else "–",
             "step": _step(trial, run),
             "state": "running" if run else trial.state,
             "workers": str(len(run.state.training_workers)) if run and run.state else "",

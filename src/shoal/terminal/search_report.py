@@ -97,7 +97,7 @@ def _value_text(found: StoredSearch, trial: TrialEntry, objective: int) -> str:
 
 
 def value_of(found: StoredSearch, trial: TrialEntry, objective: int = 0) -> float:
-    return trial.value(found.objectives[objective], mean=found.job.averages_runs)
+    return found.judge.value(trial, objective)
 
 
 def _print_history(console: Console, found: StoredSearch) -> None:

@@ -113,7 +113,6 @@ def make_page(found: StoredSearch, name: str, *, limit: int) -> answers.SearchPa
 def _trial_row(
     found: StoredSearch, trial: TrialEntry, *, name: str, rank: int | None, on_front: bool
 ) -> answers.TrialRow:
-    values = {one.metric: trial.value(one, mean=found.job.fold_count > 1) for one in found.objectives}
     return answers.TrialRow(
         trial=trial.number,
         state=trial.state,
@@ -121,7 +120,7 @@ def _trial_row(
         on_front=on_front,
         unit=trial.unit,
         units=trial.units,
-        values={metric: value for metric, value in values.items() if value == value},
+        values={metric: value for metric, value in found.judge.values(trial).items() if value == value},
         changes=dict(trial.changes),
         failure=trial.failure,
         why=trial.why,

@@ -28,9 +28,13 @@ def search_job(**search):
     return make_job(SMALL | {"search": SMALL["search"] | PROMOTE | search}, base_dir="tests/fixtures")
 
 
-def continued(job, rows, *, take=min, facts=lambda changes: {}):
+def rising(changes, unit):
+    return {"accuracy": unit - abs(changes["optimizer.args.lr"] - 0.01) * 20}
+
+
+def continued(job, rows, *, take=min, facts=lambda changes: {}, metrics=rising, units=9):
     """The rows of the whole search. `take` chooses which of the stretches without a result is told next; `facts` are
-    those of a trial with these changes."""
+    those of a trial with these changes, `metrics` those after a unit."""
     rows = list(rows)
     plan = make_search(job)
     undone = replay(plan, rows)
@@ -41,7 +45,7 @@ def continued(job, rows, *, take=min, facts=lambda changes: {}):
             known = shapes.get(decision.trial)
             changes = dict(decision.changes)
             made = {"changes": changes, "facts": facts(changes), "memory": list(decision.memory)}
-            row = known or ShapeRow(trial=decision.trial, units=9, cost=9.0, **made)
+            row = known or ShapeRow(trial=decision.trial, units=units, cost=9.0, **made)
             rows += [] if known else [row]
             plan.tell_shape(row.trial, row.shape)
         elif isinstance(decision, Stretch):
@@ -51,8 +55,7 @@ def continued(job, rows, *, take=min, facts=lambda changes: {}):
             return [*rows, EndedRow(best=decision.best, why=decision.why)]
         else:
             stretch = undone.pop(take(undone))
-            lr = stretch.changes["optimizer.args.lr"]
-            values = [{"accuracy": unit - abs(lr - 0.01) * 20} for unit in range(stretch.start, stretch.end)]
+            values = [metrics(stretch.changes, unit) for unit in range(stretch.start, stretch.end)]
             rows.append(ToldRow(number=stretch.number, rows=values))
             plan.tell(stretch.number, rows[-1].result)
 

@@ -51,9 +51,10 @@ def test_one_and_two_workers_decide_and_find_the_same(search, run, make):
     assert one.receipt.exact is True, one.receipt.why
     assert one.receipt.trials == 4
     stored = read_search(one.paths)
-    assert stored.summary.history[-1].value == stored.best.value(stored.objectives[0])
+    assert stored.summary.history[-1].value == stored.judge.value(stored.best)
     winner = read_receipt_file(one.paths.trial(one.receipt.winner).receipt).own
     assert (winner.steps, winner.weights_sha256) == (12, one.receipt.weights_sha256)
+    assert winner.best["accuracy"] == stored.judge.value(stored.best)
     with pytest.raises(ShoalError) as caught:
         job_to_resume(one.paths.run, [])
     assert caught.value.code == "SH632"

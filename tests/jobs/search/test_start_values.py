@@ -7,8 +7,8 @@ from shoal.jobs import run_dir
 from shoal.jobs.search import search_dir
 from shoal.jobs.search.journal import Journal, StartedRow
 from shoal.jobs.search.start_values import with_start_values
-from shoal.jobs.search.table import SearchTable
-from shoal.plan.search.make import make_search, objectives
+from shoal.jobs.search.table import Judge, SearchTable
+from shoal.plan.search.make import make_search
 from shoal.plan.search.trial import ShapeWanted, TrialShape
 from tests.jobs.search.test_replay import continued, search_job
 
@@ -23,7 +23,7 @@ def earlier(tmp_path):
     for row in rows:
         journal.append(row)
     journal.close()
-    return SearchTable.of(rows).ranked(objectives(job)[0])
+    return Judge.of(job).ranked(SearchTable.of(rows))
 
 
 def proposals(job, count):

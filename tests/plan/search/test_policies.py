@@ -287,3 +287,27 @@ def test_no_member_copies_a_state_from_before_the_earliest_copy(slots):
             plan.tell(decision.number, failed)
     assert copied
     assert plan.policy.earliest_copy(plan.ledger) > 0
+
+
+def test_a_constraint_on_a_metric_that_is_not_a_number_is_broken_most():
+    """Its trial comes last, after those that break it by a number."""
+    ledger = fold_ledger([0.9] * 5, [0.8] * 5, [0.7] * 5, constraints=["loss <= 1"])
+    for trial, loss in zip(ledger.trials, (math.nan, 5.0, 0.5), strict=True):
+        trial.rows = [{**row, "loss": loss} for row in trial.rows]
+    assert [trial.number for trial in ledger.ranking(ledger.trials)] == [2, 1, 0]
+
+
+def test_with_folds_the_mean_must_keep_a_constraint():
+    ledger = fold_ledger([0.9] * 5, [0.8] * 5, constraints=["loss <= 1"])
+    for trial, losses in zip(ledger.trials, ([4, 0, 0, 0, 0], [4, 4, 4, 4, 0]), strict=True):
+        trial.rows = [{**row, "loss": loss} for row, loss in zip(trial.rows, losses, strict=True)]
+    assert [ledger.violation(trial) > 0 for trial in ledger.trials] == [False, True]
+
+
+@pytest.mark.parametrize("size", [1e200, 1e308])
+def test_folds_whose_values_are_huge_are_compared(size):
+    leader = [size * part for part in (0.1, 0.2, 0.3, 0.4, 0.5)]
+    for gap, worse in ((-0.25, True), (0.25, False)):
+        ledger = fold_ledger([value + gap * size for value in leader[:3]], leader)
+        assert is_worse(ledger, ledger.trials[0], ledger.trials[1]) is worse
+        assert math.isfinite(ledger.curve_at(ledger.trials[1])[0])

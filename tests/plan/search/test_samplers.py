@@ -119,6 +119,25 @@ def test_optunas_samplers_are_told_in_virtual_order(sampler):
     assert played_digest(job, workers=2, chance=seeded(5), cuts=[9, 15], shape=whole, result=bowl) == calm
 
 
+@pytest.mark.parametrize("sampler", [*LEARNING, "optuna:TPESampler"])
+def test_samplers_that_learn_propose_what_keeps_a_constraint(sampler):
+    """The best values break it: a sampler that knows nothing of constraints would propose little else."""
+    if ":" in sampler:
+        pytest.importorskip("optuna")
+
+    def result(stretch):
+        (row,) = bowl(stretch).rows
+        return StretchResult(({**row, "loss": math.log10(stretch.changes["optimizer.args.lr"])},))
+
+    policy = {"kind": "full", "sampler": sampler}
+    search = {"space": NUMBERS, "policy": policy, "budget": "60 trials", "slots": 2, "constraints": "loss <= -4"}
+    log = {key: {**bounds, "log": True} for key, bounds in NUMBERS.items()}
+    plan, _, end = play(job_of({**search, "space": log}), shape=whole, result=result)
+    kept = [t.rows[0]["loss"] <= -4 for t in plan.ledger.trials]
+    assert sum(kept[-20:]) >= 9, kept
+    assert kept[end.best]
+
+
 def test_optunas_genetic_sampler_learns_over_generations():
     """Although its study is made anew for every proposal."""
     pytest.importorskip("optuna")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,13 +71,13 @@ class SearchProgress:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the end of the budget at the present speed."""
+        """Seconds to the end of the budget at the present speed: of the part of it that ends first."""
         assert self.job.search is not None
-        budget, spent = self.job.search.budget, self.table.spent
-        if budget.hours is not None:
-            return max(budget.hours * 3600 - self.elapsed_s, 0.0)
-        part = spent / budget.trainings if budget.trainings else len(self.table.told) / (budget.trials or 1)
-        return self.elapsed_s * max(1 - part, 0.0) / part if part else None
+        budget = self.job.search.budget
+        tried = sum(bool(trial.rows or trial.failure) for trial in self.table.trials.values())
+        parts = [self.table.spent / (budget.trainings or math.inf), tried / (budget.trials or math.inf)]
+        parts.append(self.elapsed_s / (3600 * (budget.hours or math.inf)))
+        return self.elapsed_s * max(1 / max(parts) - 1, 0.0) if max(parts) > 0 else None
 
 
 @dataclass(frozen=True)

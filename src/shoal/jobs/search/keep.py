@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterator
 from shoal.jobs.search.journal import ForgottenRow
 from shoal.jobs.search.search_dir import SearchPaths
 from shoal.jobs.search.shared_files import FileSizes, SharedFiles, file_sizes, total_bytes
-from shoal.jobs.search.table import SearchTable, TrialEntry
+from shoal.jobs.search.table import Judge, SearchTable, TrialEntry
 from shoal.jobs.search.trials import forget
-from shoal.plan.search.make import objectives
 from shoal.spec.job import Job
 
 
@@ -21,8 +20,7 @@ class Keeper:
         self._paths = paths
         self._limit_bytes = None if job.search.policy.kind == "population" else job.search.keep_bytes
         self._shared = SharedFiles()
-        self._objective = objectives(job)[0]
-        self._folds = job.averages_runs
+        self._judge = Judge.of(job)
         self._sizes: dict[int, FileSizes] = {}
 
     def make_room(self, table: SearchTable, *, busy: Collection[int]) -> Iterator[ForgottenRow]:
@@ -52,6 +50,6 @@ class Keeper:
     def _worth(self, trial: TrialEntry) -> tuple[bool, bool, int, float]:
         """Small for what is forgotten first: failed trials, then complete ones, then those at a low unit with a bad
         value."""
-        value = trial.value(self._objective, mean=self._folds)
-        placed = self._objective.sign * value if value == value else float("-inf")
+        value = self._judge.value(trial)
+        placed = self._judge.objectives[0].sign * value if value == value else float("-inf")
         return trial.state == "paused", trial.state == "complete", trial.unit, placed

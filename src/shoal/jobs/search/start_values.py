@@ -10,8 +10,8 @@ from shoal.errors import error
 from shoal.jobs import run_dir
 from shoal.jobs.search.journal import read_rows
 from shoal.jobs.search.search_dir import SearchPaths
-from shoal.jobs.search.table import SearchTable
-from shoal.plan.search.make import objectives, own_values
+from shoal.jobs.search.table import Judge, SearchTable
+from shoal.plan.search.make import own_values
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
 from shoal.spec.search.rules import holds
@@ -55,9 +55,8 @@ def _values_of(name: str, job: Job, runs: Path, *, where: str) -> list[dict[str,
 
 def _ranked_values(paths: SearchPaths, dimensions: list[Dimension]) -> Iterator[dict[str, Any]]:
     """The values of its trials, the best first."""
-    earlier = load_run_job(paths.job)
-    table = SearchTable.of(read_rows(paths.journal)[0])
-    for trial in table.ranked(objectives(earlier)[0], mean=earlier.averages_runs):
+    judge = Judge.of(load_run_job(paths.job))
+    for trial in judge.ranked(SearchTable.of(read_rows(paths.journal)[0])):
         yield values_by_key(trial.changes, dimensions)
 
 

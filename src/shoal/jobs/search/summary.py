@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +16,9 @@ from shoal.jobs.search.journal import AnyRow, read_rows
 from shoal.jobs.search.receipt import SearchReceipt, canonical_rows, read_receipt
 from shoal.jobs.search.replay import replay
 from shoal.jobs.search.search_dir import SearchPaths
-from shoal.jobs.search.table import SearchTable, TrialEntry
+from shoal.jobs.search.table import Judge, SearchTable, TrialEntry
 from shoal.jobs.search.trials import seeds_of
-from shoal.plan.search.make import make_search, objectives
+from shoal.plan.search.make import make_search
 from shoal.plan.search.summary import SearchSummary, summarise
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
@@ -55,20 +56,24 @@ class StoredSearch:
         """The share of each key of the space, the largest first; empty while there are too few trials."""
         return {} if self.summary is None else dict(self.summary.importance)
 
+    @cached_property
+    def judge(self) -> Judge:
+        return Judge.of(self.job)
+
     @property
-    def objectives(self) -> list[ObjectiveConfig]:
-        return objectives(self.job)
+    def objectives(self) -> Sequence[ObjectiveConfig]:
+        return self.judge.objectives
 
     @property
     def ranked(self) -> list[TrialEntry]:
-        return self.table.ranked(self.objectives[0], mean=self.job.averages_runs)
+        return self.judge.ranked(self.table)
 
     @property
     def best(self) -> TrialEntry | None:
-        """The winner, or the best so far."""
+        """The winner, or the best so far that breaks no constraint."""
         if self.table.ended is not None:
             return None if self.table.ended.best is None else self.table.trials.get(self.table.ended.best)
-        return next(iter(self.ranked), None)
+        return next((trial for trial in self.ranked if not self.judge.breaks(trial)), None)
 
 
 def load_search(name: str, runs: Path) -> StoredSearch:
@@ -98,7 +103,7 @@ def trial_data(found: StoredSearch, trial: TrialEntry) -> dict[str, Any]:
         "state": trial.state,
         "unit": trial.unit,
         "units": trial.units,
-        "values": {o.metric: trial.value(o, mean=found.job.averages_runs) for o in found.objectives},
+        "values": found.judge.values(trial),
         "standard_errors": trial.standard_errors if found.job.averages_runs else {},
         "changes": dict(trial.changes),
         "facts": dict(trial.facts),
@@ -132,7 +137,7 @@ def summary_row(paths: RunPaths) -> dict[str, Any]:
     except ShoalError as failure:
         return {"status": "search unreadable", "damage": str(failure.message)}
     best = found.best
-    values = {} if best is None else {o.metric: best.value(o, mean=found.job.averages_runs) for o in found.objectives}
+    values = {} if best is None else found.judge.values(best)
     return {
         "status": f"search {found.status}",
         "step": len(found.table.told),

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.jobs.search.journal import AnyRow, DecidedRow, EndedRow, ForgottenRow, ShapeRow, StartedRow, ToldRow
+from shoal.plan.search.make import objectives
+from shoal.plan.search.values import counted, violation
+from shoal.spec.job import Job
 from shoal.spec.receipt import mean_of
-from shoal.spec.search import ObjectiveConfig
+from shoal.spec.search import ConstraintConfig, ObjectiveConfig
 
 TrialPhase = Literal["proposed", "running", "paused", "complete", "failed"]
 
@@ -37,15 +40,6 @@ class TrialEntry:
     def done(self) -> float:
         """The part of a whole training that is done."""
         return self.unit / self.units if self.units else 0.0
-
-    def value(self, objective: ObjectiveConfig, *, mean: bool = False) -> float:
-        """The best so far, or the mean over folds; nan if there is none."""
-        if objective.metric in self.facts:
-            return self.facts[objective.metric]
-        found = [row[objective.metric] for row in self.rows if math.isfinite(row.get(objective.metric, math.nan))]
-        if not found:
-            return math.nan
-        return mean_of(found) if mean else max(found, key=lambda value: objective.sign * value)
 
     @property
     def standard_errors(self) -> dict[str, float]:
@@ -144,8 +138,36 @@ class SearchTable:
         """Trainings that were done, in parts of whole ones."""
         return sum(trial.done for trial in self.trials.values())
 
-    def ranked(self, objective: ObjectiveConfig, *, mean: bool = False) -> list[TrialEntry]:
-        """Trials with a value, the best first."""
-        valued = [(t, t.value(objective, mean=mean)) for t in self.trials.values() if t.state != "failed"]
-        sound = [(t, value) for t, value in valued if math.isfinite(value)]
-        return [t for t, value in sorted(sound, key=lambda one: (-objective.sign * one[1], one[0].number))]
+
+@dataclass(frozen=True)
+class Judge:
+    """What the trials of a search are worth, as its plan counts them. `means`: over folds or seeds."""
+
+    objectives: Sequence[ObjectiveConfig]
+    constraints: Sequence[ConstraintConfig] = ()
+    means: bool = False
+
+    @classmethod
+    def of(cls, job: Job) -> Judge:
+        assert job.search is not None
+        return cls(objectives(job), job.search.constraints, job.averages_runs)
+
+    def value(self, trial: TrialEntry, objective: int = 0) -> float:
+        """As the metric is written; nan if there is none."""
+        goal, several = self.objectives[objective], len(self.objectives) > 1
+        value = counted(goal, trial.rows, trial.facts, means=self.means, several=several)
+        return goal.sign * value if math.isfinite(value) else math.nan
+
+    def values(self, trial: TrialEntry) -> dict[str, float]:
+        return {goal.metric: self.value(trial, i) for i, goal in enumerate(self.objectives)}
+
+    def breaks(self, trial: TrialEntry) -> bool:
+        """Whether it breaks a constraint, so that it cannot win."""
+        return violation(self.constraints, trial.rows, trial.facts, means=self.means) > 0
+
+    def ranked(self, table: SearchTable) -> list[TrialEntry]:
+        """Trials with a value, the best first; those that break a constraint come last."""
+        valued = [(t, self.value(t)) for t in table.trials.values() if t.state != "failed"]
+        sign = self.objectives[0].sign
+        sound = [(self.breaks(t), -sign * value, t.number, t) for t, value in valued if math.isfinite(value)]
+        return [t for *_, t in sorted(sound, key=lambda one: one[:3])]

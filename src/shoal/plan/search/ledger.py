@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shoal.plan.search.pareto import rank_scores
 from shoal.plan.search.space import Point, Space
 from shoal.plan.search.trial import TrialShape
+from shoal.plan.search.values import Scores, counted, penalised, violation
 from shoal.spec.search import ConstraintConfig, ObjectiveConfig
 
 TrialStatus = Literal["running", "paused", "complete", "failed", "refused"]
-Scores = NDArray[np.float64]
 
 
 @dataclass
@@ -79,41 +78,23 @@ class Ledger:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, *keys])))
 
     def values(self, trial: TrialState, unit: int | None = None) -> Scores:
-        """All objectives after `unit` units, larger is better; -inf where a number is missing.
-
-        With folds the mean over them; with one metric the best so far, because the best weights are kept.
-        """
+        """All objectives after `unit` units; see `counted`."""
         return np.array(self.curve_at(trial, unit))
 
     def curve_at(self, trial: TrialState, unit: int | None = None) -> tuple[float, ...]:
         """The same as plain numbers. Computed once per unit: rows are only added."""
         for count in range(len(trial.curves), len(trial.rows)):
             rows = trial.rows[: count + 1]
-            trial.curves.append(tuple(self._objective(trial, objective, rows) for objective in self.objectives))
+            trial.curves.append(tuple(self._counted(trial, objective, rows) for objective in self.objectives))
         place = len(trial.rows) if unit is None else min(unit - trial.origin, len(trial.rows))
         return trial.curves[place - 1] if place > 0 else (-math.inf,) * len(self.objectives)
 
-    def _objective(self, trial: TrialState, objective: ObjectiveConfig, rows: Sequence[Mapping[str, float]]) -> float:
-        if objective.metric in trial.shape.facts:
-            return objective.sign * trial.shape.facts[objective.metric]
-        found = [objective.sign * row.get(objective.metric, math.nan) for row in rows]
-        finite = [value for value in found if math.isfinite(value)]
-        if not finite:
-            return -math.inf
-        if self.folds:
-            return math.fsum(finite) / len(finite) if len(finite) == len(found) else -math.inf
-        return finite[-1] if self.several else max(finite)
+    def _counted(self, trial: TrialState, objective: ObjectiveConfig, rows: Sequence[Mapping[str, float]]) -> float:
+        return counted(objective, rows, trial.shape.facts, means=self.folds, several=self.several)
 
-    def violation(self, trial: TrialState, *, facts_only: bool = False) -> float:
+    def violation(self, trial: TrialState) -> float:
         """By how much a trial breaks the constraints, as far as that is known."""
-        total = 0.0
-        for rule in self.constraints:
-            if rule.metric in trial.shape.facts:
-                total += rule.violation(trial.shape.facts[rule.metric])
-            elif not facts_only and trial.rows:
-                value = trial.rows[-1].get(rule.metric, math.nan)
-                total += rule.violation(value) if math.isfinite(value) else math.inf
-        return total
+        return violation(self.constraints, trial.rows, trial.shape.facts, means=self.folds)
 
     def scores(self, trials: Sequence[TrialState], unit: int | None = None) -> Scores:
         """One number per trial, larger is better. With several objectives: the rank among these trials.
@@ -122,12 +103,7 @@ class Ledger:
         """
         table = np.array([self.curve_at(trial, unit) for trial in trials]).reshape(len(trials), len(self.objectives))
         scores = rank_scores(table) if self.several else table[:, 0].copy()
-        broken = np.array([self.violation(trial) for trial in trials]) if self.constraints else np.zeros(len(trials))
-        if np.any(broken > 0):
-            finite = scores[np.isfinite(scores)]
-            floor, spread = (float(finite.min()), float(np.ptp(finite)) + 1.0) if len(finite) else (0.0, 1.0)
-            scores = np.where(broken > 0, floor - spread * (1 + broken / (1 + broken)), scores)
-        return np.asarray(scores, dtype=np.float64)
+        return penalised(np.asarray(scores, dtype=np.float64), np.array([self.violation(trial) for trial in trials]))
 
     def ranking(self, trials: Iterable[TrialState], unit: int | None = None) -> list[TrialState]:
         """Best first; equal ones in the order of their numbers."""

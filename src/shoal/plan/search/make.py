@@ -47,9 +47,12 @@ def make_search(
 
 
 def objectives(job: Job) -> list[ObjectiveConfig]:
-    """The metrics of the search; without any, the metric that ranks models in the job."""
+    """The metrics of the search; without any, the metric that ranks models in the job. Where that says whether smaller
+    or larger is better, it holds for the search too."""
     assert job.search is not None
-    return job.search.metric or [ObjectiveConfig(metric=job.best.metric, mode="max" if job.best.sign > 0 else "min")]
+    ranks = ObjectiveConfig(metric=job.best.metric, mode="max" if job.best.sign > 0 else "min")
+    told = job.best.metric if job.best.mode != "auto" else None
+    return [ranks if goal.metric == told and goal.mode == "auto" else goal for goal in job.search.metric] or [ranks]
 
 
 def own_values(job: Job, space: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class VirtualSearch:
             state.origin = state.until = begin.copy_of[1]
         if shape.failure or shape.units < 1:
             state.status, state.failure = "failed", shape.failure or "it has nothing to train"
-        elif self.ledger.violation(state, facts_only=True) > 0:
+        elif self.ledger.violation(state) > 0:
             state.status, state.failure = "refused", "it breaks a constraint"
         self.ledger.trials.append(state)
         self._fresh = state if state.status == "paused" else None

@@ -67,6 +67,8 @@ class ConstraintConfig(Spec):
     def _bounded(self) -> ConstraintConfig:
         if self.least is None and self.most is None:
             raise ValueError("write `least` or `most`, or a text such as parameters <= 1e6")
+        if self.least is not None and self.most is not None and self.least > self.most:
+            raise ValueError("`least` is above `most`, so no trial keeps it")
         return self
 
 

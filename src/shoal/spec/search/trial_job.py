@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shoal.errors import ErrorGroup, ShoalError
-from shoal.spec.job import Job
+from shoal.spec.job import Job, MonitorConfig
 from shoal.spec.load import make_job
 from shoal.spec.overrides import apply_overrides
+from shoal.spec.search.config import FACTS
 from shoal.spec.search.space import Choice, Dimension, Range, parse_space
 from shoal.spec.yaml_document import YamlDocument
 
@@ -19,13 +20,25 @@ MAX_CHECKED_CHOICES = 64
 
 
 def make_trial_job(job: Job, changes: Mapping[str, Any], *, check_names: bool = True) -> Job:
-    """The job with a trial's values and without `search`, checked like a job file. Raises `ErrorGroup`."""
+    """The job with a trial's values and without `search`, checked like a job file. Raises `ErrorGroup`.
+
+    Its best weights are those that the search counts: by the metric of the search, unless the job has a `best`.
+    """
     data = {key: value for key, value in job.dump().items() if key != "search"}
+    data["best"] = _best(job).model_dump()
     document = YamlDocument("", data)
     assignments = [f"{path}={json.dumps(value)}" for path, value in changes.items()]
     return make_job(
         apply_overrides(document, assignments, model=Job).data, base_dir=job.base_dir, check_names=check_names
     )
+
+
+def _best(job: Job) -> MonitorConfig:
+    goals = job.search.metric if job.search is not None else []
+    if len(goals) != 1 or goals[0].metric in FACTS or job.best != MonitorConfig():
+        return job.best
+    ranks = MonitorConfig(metric=goals[0].metric, mode="max" if goals[0].sign > 0 else "min")
+    return job.best if (ranks.metric, ranks.sign) == (job.best.metric, job.best.sign) else ranks
 
 
 def check_space(job: Job, *, check_names: bool = True) -> None:

@@ -13,6 +13,7 @@ from shoal.plan.search.samplers.base import RandomSampler, first_free
 from shoal.plan.search.samplers.gp_model import Array, Hyperparameters, Observed, Posterior, fit
 from shoal.plan.search.samplers.one_thread import one_blas_thread
 from shoal.plan.search.space import Point
+from shoal.plan.search.values import penalised
 
 RANDOM_FIRST = 8
 RANDOM_SHARE = 0.2
@@ -137,13 +138,16 @@ def choose_trials(ledger: Ledger, known: list[TrialState], generator: np.random.
 
 
 def observations(ledger: Ledger, trials: list[TrialState], generator: np.random.Generator) -> tuple[Observed, Array]:
-    """Points and standardised values. A failed trial counts as bad as the worst one."""
+    """Points and standardised values. A failed trial counts as bad as the worst one; trials that break a constraint
+    count as worse than all that do not."""
     weights = generator.dirichlet(np.ones(len(ledger.objectives)))
     rows: list[tuple[int, float, float]] = []
     for i, trial in enumerate(trials):
         rows += _rows_of(ledger, i, trial, weights)
     numbers, progress = np.array([i for i, _, _ in rows]), np.array([p for _, p, _ in rows])
-    values = standardised(normal_scores(np.array([value for _, _, value in rows])))
+    broken = np.array([0.0 if trial.status == "failed" else ledger.violation(trial) for trial in trials])
+    values = penalised(np.array([value for _, _, value in rows]), broken[numbers])
+    values = standardised(normal_scores(values))
     cubes = np.array([trials[i].point.cube for i, _, _ in rows])
     points = Observed(
         ledger.space.features(cubes),

@@ -70,8 +70,13 @@ class OptunaSampler:
             kind, values = state.FAIL, None
         else:
             kind = state.COMPLETE if values else state.RUNNING
+        broken = {"search": ledger.violation(trial)} if ledger.constraints and kind == state.COMPLETE else None
         return self._optuna.trial.create_trial(
-            state=kind, params=params, distributions=dict(spaces), values=values if kind == state.COMPLETE else None
+            state=kind,
+            params=params,
+            distributions=dict(spaces),
+            values=values if kind == state.COMPLETE else None,
+            constraints=broken,
         )
 
     def _distribution(self, axis: Axis) -> Any:

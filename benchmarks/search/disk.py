@@ -1,0 +1,84 @@
+"""What it costs to keep few checkpoints of paused trials: a forgotten one is trained again when it is promoted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.search.simulate import default_search
+from benchmarks.search.tables import CurveTable
+from benchmarks.search.workers import Carried, SimulatedFleet
+from shoal.plan.search.trial import Stretch
+
+
+@dataclass
+class ForgettingFleet(SimulatedFleet):
+    """Keeps the checkpoints of at most `most` paused trials, as the driver does: those at a low unit with a bad value
+    are forgotten first."""
+
+    most: int | None = None
+    again: float = 0.0
+    """Work that was done twice."""
+    resumed: int = 0
+    retrained: int = 0
+    peak: int = 0
+    _paused: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _forgotten: set[int] = field(default_factory=set)
+
+    def carry(self, stretch: Stretch) -> Carried:
+        carried = super().carry(stretch)
+        self._paused.pop(stretch.trial, None)
+        self.resumed += stretch.start > 0
+        if stretch.trial not in self._forgotten:
+            return carried
+        self._forgotten.remove(stretch.trial)
+        since = float(self.table.time[int(stretch.changes["row"]), stretch.start - 1])
+        self.again += since
+        self.retrained += 1
+        return replace(carried, marks=carried.marks + since)
+
+    def release(self, carried: Carried) -> None:
+        super().release(carried)
+        stretch = carried.stretch
+        if np.isfinite(carried.errors).all() and stretch.end < self.table.error.shape[1]:
+            self._paused[stretch.trial] = stretch.end, -float(carried.errors.min())
+        self.peak = max(self.peak, len(self._paused))
+        while self.most is not None and len(self._paused) > self.most:
+            worst = min(self._paused, key=lambda trial: self._paused[trial])
+            del self._paused[worst]
+            self._forgotten.add(worst)
+
+
+def run_once(t: CurveTable, *, workers: int, seed: int, horizon: float, most: int | None) -> ForgettingFleet:
+    plan = default_search(t, slots=workers, order="virtual", seed=seed)
+    fleet = ForgettingFleet(t, plan, workers, horizon, seed, most=most)
+    fleet.run()
+    return fleet
+
+
+def disk(tables: Sequence[CurveTable], *, share: float, workers: int, seeds: int, horizon: float) -> dict[str, Any]:
+    """`kept`: checkpoints, the mean over the searches. `more work`: work that was done twice, as a part of all.
+    `retrained`: promotions of forgotten trials, as a part of all. `same`: the decisions are those of a search that
+    keeps all, as far as both came."""
+    kept, more, again, same = [], [], [], []
+    for t in tables:
+        for seed in range(seeds):
+            whole = run_once(t, workers=workers, seed=seed, horizon=horizon, most=None)
+            most = max(1, round(share * whole.peak))
+            tight = run_once(t, workers=workers, seed=seed, horizon=horizon, most=most)
+            kept.append(most)
+            more.append(tight.again / tight.found.trained)
+            again.append(tight.retrained / max(tight.resumed, 1))
+            both = zip(whole.plan.stretches, tight.plan.stretches, strict=False)
+            same.append(all(one == other for one, other in both))
+    return {
+        "share": share,
+        "kept": round(float(np.mean(kept)), 1),
+        "more work": round(float(np.mean(more)), 4),
+        "retrained": round(float(np.mean(again)), 4),
+        "same": all(same),
+        "runs": len(same),
+    }

@@ -1,0 +1,120 @@
+"""What is shown of trials is what the plan counts: also for metrics that become worse, means, and constraints."""
+
+import math
+
+import pytest
+import yaml
+
+from shoal.jobs.search import search_dir
+from shoal.jobs.search.journal import EndedRow, Journal, StartedRow, ToldRow
+from shoal.jobs.search.summary import best_job_text, read_search, search_data
+from shoal.jobs.search.trials import trial_job
+from shoal.plan.search.make import objectives
+from shoal.spec.job import MonitorConfig
+from tests.jobs.search.test_replay import continued, search_job
+
+
+def overfitting(changes, unit):
+    """The accuracy is best in the middle of the training, the loss at its beginning."""
+    gap = abs(changes["optimizer.args.lr"] - 0.01) * 20
+    return {"accuracy": 5 - abs(unit - 4) - gap, "loss": 1 + unit * gap}
+
+
+KINDS = {
+    "one metric": {},
+    "smaller is better": {"metric": "loss"},
+    "several metrics": {"metric": ["accuracy", "loss", "parameters"]},
+    "a constraint on a metric": {"constraints": ["loss <= 2.3"]},
+    "a constraint on a fact": {"constraints": ["parameters <= 50"]},
+    "seeds": {"seeds": 9, "policy": {"kind": "promote", "sampler": "random"}},
+    "seeds and a constraint": {"seeds": 9, "policy": {"kind": "full", "sampler": "random"}, "constraints": "loss <= 2"},
+}
+
+
+def played(tmp_path, asked):
+    """A search of trials that overfit, as its directory tells it."""
+    job = search_job(**asked)
+    rows = continued(
+        job, [], metrics=overfitting, facts=lambda changes: {"parameters": round(1000 * changes["optimizer.args.lr"])}
+    )
+    paths = search_dir.create(job, tmp_path)
+    journal = Journal(paths.journal)
+    for row in [StartedRow(job_sha256=job.sha256()), *rows]:
+        journal.append(row)
+    journal.close()
+    return read_search(paths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_shown_are_those_that_the_plan_counts(kind, tmp_path):
+    found = played(tmp_path, KINDS[kind])
+    counted = {trial.number: trial for trial in found.summary.trials if trial.unit}
+    assert len(counted) >= 4
+    for trial in search_data(found)["trials"]:
+        if trial["trial"] in counted:
+            shown = {metric: value for metric, value in trial["values"].items() if math.isfinite(value)}
+            assert shown == pytest.approx(counted[trial["trial"]].values), kind
+    assert found.best.number == found.ranked[0].number == found.summary.best
+
+
+def test_no_trial_that_is_shown_beats_one_of_the_front(tmp_path):
+    found = played(tmp_path, KINDS["several metrics"])
+    rows = {t["trial"]: t["values"] for t in search_data(found)["trials"] if t["unit"]}
+    signs = {goal.metric: goal.sign for goal in found.objectives}
+    assert len(found.summary.front) > 1
+    for one in found.summary.front:
+        for other in rows.values():
+            gains = [signs[m] * (other[m] - rows[one][m]) for m in signs]
+            assert not (min(gains) >= 0 and max(gains) > 0)
+
+
+def test_what_breaks_a_constraint_is_not_the_best_while_the_search_goes_on(tmp_path):
+    found = played(tmp_path, KINDS["a constraint on a metric"] | {"budget": "12 trials"})
+    rows = [row for row in found.rows if not isinstance(row, EndedRow)]
+    checked = broken = 0
+    for length, row in enumerate(rows):
+        if isinstance(row, ToldRow):
+            (found.paths.journal).write_text("".join(r.model_dump_json() + "\n" for r in rows[: length + 1]))
+            now = read_search(found.paths)
+            assert now.status == "stopped"
+            values = [now.judge.value(t) for t in now.table.trials.values()]
+            if now.best is not None:
+                checked += 1
+                assert now.best.rows[-1]["loss"] <= 2.3
+                broken += now.judge.value(now.best) < max(v for v in values if math.isfinite(v))
+    assert checked > 5
+    assert broken, "the constraint never mattered"
+
+
+@pytest.mark.parametrize(
+    ("fields", "signs"),
+    [
+        ({"metric": "accuracy"}, [1]),
+        ({"metric": "accuracy", "best": {"metric": "accuracy", "mode": "min"}}, [-1]),
+        ({"metric": ["loss", "accuracy"], "best": {"metric": "accuracy", "mode": "min"}}, [-1, -1]),
+        ({"metric": {"metric": "accuracy", "mode": "max"}, "best": {"metric": "accuracy", "mode": "min"}}, [1]),
+        ({"metric": [], "best": {"metric": "accuracy"}}, [1]),
+    ],
+)
+def test_a_direction_that_the_job_states_holds_for_the_search(fields, signs):
+    fields = dict(fields)
+    best = MonitorConfig(**fields.pop("best", {}))
+    assert [goal.sign for goal in objectives(search_job(**fields).model_copy(update={"best": best}))] == signs
+
+
+@pytest.mark.parametrize(
+    ("metric", "own", "best"),
+    [
+        ("accuracy", {}, {"metric": "accuracy", "mode": "max"}),
+        ("loss", {}, {"metric": "loss", "mode": "auto"}),
+        ("accuracy", {"metric": "loss", "mode": "max"}, {"metric": "loss", "mode": "max"}),
+        (["accuracy", "loss"], {}, {"metric": "loss", "mode": "auto"}),
+    ],
+)
+def test_a_trial_keeps_the_weights_of_the_value_that_counts(metric, own, best, tmp_path):
+    """`shoal.load(..., best=True)` has the accuracy that the search shows; so has a run of the best job."""
+    job = search_job(metric=metric).model_copy(update={"best": MonitorConfig(**own)})
+    paths = search_dir.create(job, tmp_path)
+    assert trial_job(job, {"optimizer.args.lr": 0.01}, paths).best.model_dump() == best
+    found = played(tmp_path, {"metric": metric})
+    assert own or yaml.safe_load(best_job_text(found))["best"] == best
