@@ -76,10 +76,7 @@ def _price(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _disk(options: argparse.Namespace) -> list[dict[str, Any]]:
     tables = load_tables(options.tables)
-    return [
-        disk(tables, share=share, workers=options.workers, seeds=options.seeds, horizon=options.time)
-        for share in options.share
-    ]
+    return disk(tables, shares=options.share, workers=options.workers, seeds=options.seeds, horizon=options.time)
 
 
 ON_TABLES = {"simulate": _simulate, "price": _price, "disk": _disk}

@@ -25,11 +25,13 @@ class ForgettingFleet(SimulatedFleet):
     resumed: int = 0
     retrained: int = 0
     peak: int = 0
+    stretches: list[Stretch] = field(default_factory=list)
     _paused: dict[int, tuple[int, float]] = field(default_factory=dict)
     _forgotten: set[int] = field(default_factory=set)
 
     def carry(self, stretch: Stretch) -> Carried:
         carried = super().carry(stretch)
+        self.stretches.append(stretch)
         self._paused.pop(stretch.trial, None)
         self.resumed += stretch.start > 0
         if stretch.trial not in self._forgotten:
@@ -59,26 +61,29 @@ def run_once(t: CurveTable, *, workers: int, seed: int, horizon: float, most: in
     return fleet
 
 
-def disk(tables: Sequence[CurveTable], *, share: float, workers: int, seeds: int, horizon: float) -> dict[str, Any]:
-    """`kept`: checkpoints, the mean over the searches. `more work`: work that was done twice, as a part of all.
-    `retrained`: promotions of forgotten trials, as a part of all. `same`: the decisions are those of a search that
-    keeps all, as far as both came."""
-    kept, more, again, same = [], [], [], []
-    for t in tables:
-        for seed in range(seeds):
-            whole = run_once(t, workers=workers, seed=seed, horizon=horizon, most=None)
-            most = max(1, round(share * whole.peak))
-            tight = run_once(t, workers=workers, seed=seed, horizon=horizon, most=most)
-            kept.append(most)
-            more.append(tight.again / tight.found.trained)
-            again.append(tight.retrained / max(tight.resumed, 1))
-            both = zip(whole.plan.stretches, tight.plan.stretches, strict=False)
-            same.append(all(one == other for one, other in both))
-    return {
-        "share": share,
-        "kept": round(float(np.mean(kept)), 1),
-        "more work": round(float(np.mean(more)), 4),
-        "retrained": round(float(np.mean(again)), 4),
-        "same": all(same),
-        "runs": len(same),
-    }
+def disk(
+    tables: Sequence[CurveTable], *, shares: Sequence[float], workers: int, seeds: int, horizon: float
+) -> list[dict[str, Any]]:
+    """One row per share. `kept`: checkpoints, the mean over the searches. `more work`: work that was done twice, as a
+    part of all. `retrained`: promotions of forgotten trials, as a part of all. `same`: the decisions are those of a
+    search that keeps all, as far as both came."""
+    named = [(t, seed) for t in tables for seed in range(seeds)]
+    whole = [run_once(t, workers=workers, seed=s, horizon=horizon, most=None) for t, s in named]
+    rows = []
+    for share in shares:
+        kept = [max(1, round(share * one.peak)) for one in whole]
+        tight = [
+            run_once(t, workers=workers, seed=s, horizon=horizon, most=n) for (t, s), n in zip(named, kept, strict=True)
+        ]
+        pairs = [zip(a.stretches, b.stretches, strict=False) for a, b in zip(whole, tight, strict=True)]
+        rows.append(
+            {
+                "share": share,
+                "kept": round(float(np.mean(kept)), 1),
+                "more work": round(float(np.mean([one.again / one.found.trained for one in tight])), 4),
+                "retrained": round(float(np.mean([one.retrained / max(one.resumed, 1) for one in tight])), 4),
+                "same": all(one == other for pair in pairs for one, other in pair),
+                "runs": len(tight),
+            }
+        )
+    return rows

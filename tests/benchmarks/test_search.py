@@ -156,7 +156,7 @@ def test_few_checkpoints_cost_work_and_change_no_decision(tmp_path):
     cube, error = curves()
     np.savez(tmp_path / "one.npz", u=cube, y=error)
     asked = {"workers": 4, "seeds": 1, "horizon": 5.0}
-    tight, plenty = (disk(load_tables(tmp_path), share=share, **asked) for share in (0.05, 1.0))
+    tight, plenty = disk(load_tables(tmp_path), shares=[0.05, 1.0], **asked)
     assert 1 <= tight["kept"] < plenty["kept"]
     assert tight["more work"] > 0 == plenty["more work"] == plenty["retrained"]
     assert tight["same"] is True

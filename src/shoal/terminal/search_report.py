@@ -92,7 +92,8 @@ def _value_text(found: StoredSearch, trial: TrialEntry, objective: int) -> str:
     """The value, with its standard error if it is a mean."""
     errors = trial.standard_errors if found.job.averages_runs else {}
     error = errors.get(found.objectives[objective].metric)
-    text = formatting.number(value_of(found, trial, objective))
+    value = value_of(found, trial, objective)
+    text = "–" if math.isnan(value) else formatting.number(value)
     return text if error is None else f"{text} ± {formatting.number(error)}"
 
 
