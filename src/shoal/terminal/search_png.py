@@ -38,7 +38,7 @@ def draw_search(found: StoredSearch, file: Path) -> None:
 
 def _draw_history(axes: Axes, found: StoredSearch) -> None:
     """The best value over trainings."""
-    metric = found.objectives[0].metric
+    metric = found.judge.objectives[0].metric
     axes.set(title=f"best {metric} over trainings", xlabel="trainings", ylabel=metric)
     history = [] if found.summary is None else list(found.summary.history)
     if history:
@@ -71,7 +71,7 @@ def _draw_coordinates(axes: Axes, found: StoredSearch) -> None:
         axes.axvline(x, color="0.7", linewidth=0.8)
         for at in {height.index(min(height)), height.index(max(height))}:
             axes.text(x, height[at] + 0.03, short_value(column[at]), ha="center", fontsize=8)
-    axes.set_xticks(range(len(columns)), [*map(short_name, paths), found.objectives[0].metric])
+    axes.set_xticks(range(len(columns)), [*map(short_name, paths), found.judge.objectives[0].metric])
 
 
 def _draw_line(axes: Axes, found: StoredSearch, trial: TrialEntry, heights: list[float], *, part: float) -> None:

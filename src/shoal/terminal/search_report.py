@@ -75,11 +75,11 @@ def print_trials(console: Console, found: StoredSearch) -> None:
     ranked = found.ranked
     listed = [*ranked, *(t for t in found.table.trials.values() if t not in ranked)]
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("trial", *(o.metric for o in found.objectives), "done", "state", "values"):
+    for name in ("trial", *(o.metric for o in found.judge.objectives), "done", "state", "values"):
         table.add_column(name)
     best = found.best.number if found.best else None
     for trial in listed[:MAX_TRIALS]:
-        values = [_value_text(found, trial, i) for i in range(len(found.objectives))]
+        values = [_value_text(found, trial, i) for i in range(len(found.judge.objectives))]
         told = trial.failure or describe_changes(trial.changes)
         style = "bold" if trial.number == best else ""
         table.add_row(str(trial.number), *values, f"{trial.unit}/{trial.units}", trial.state, told, style=style)
@@ -91,9 +91,8 @@ def print_trials(console: Console, found: StoredSearch) -> None:
 def _value_text(found: StoredSearch, trial: TrialEntry, objective: int) -> str:
     """The value, with its standard error if it is a mean."""
     errors = trial.standard_errors if found.job.averages_runs else {}
-    error = errors.get(found.objectives[objective].metric)
-    value = value_of(found, trial, objective)
-    text = "–" if math.isnan(value) else formatting.number(value)
+    error = errors.get(found.judge.objectives[objective].metric)
+    text = formatting.number(value_of(found, trial, objective)).replace("nan", "–")
     return text if error is None else f"{text} ± {formatting.number(error)}"
 
 
@@ -108,7 +107,7 @@ def _print_history(console: Console, found: StoredSearch) -> None:
         spent = [one.trainings for one in history] + [max(found.table.spent, history[-1].trainings)]
         best = [one.value for one in history] + [history[-1].value]
         lines = draw(spent, best, width=min(console.width - 16, 64), height=8)
-        print_lines(console, "", f"best {found.objectives[0].metric} over trainings", *lines)
+        print_lines(console, "", f"best {found.judge.objectives[0].metric} over trainings", *lines)
 
 
 def _print_front(console: Console, found: StoredSearch) -> None:
@@ -134,7 +133,7 @@ def _print_coordinates(console: Console, found: StoredSearch) -> None:
         return
     paths = [path for path in ranked[0].changes if all(path in trial.changes for trial in ranked)]
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("trial", *map(short_name, paths), found.objectives[0].metric):
+    for name in ("trial", *map(short_name, paths), found.judge.objectives[0].metric):
         table.add_column(name)
     columns = [coordinates([trial.changes[path] for trial in ranked]) for path in paths]
     columns.append(coordinates([value_of(found, trial) for trial in ranked]))

@@ -88,7 +88,7 @@ def make_page(found: StoredSearch, name: str, *, limit: int) -> answers.SearchPa
     return answers.SearchPage(
         run=name,
         status=found.status,
-        goals=[answers.SearchGoal(metric=one.metric, sign=one.sign) for one in found.objectives],
+        goals=[answers.SearchGoal(metric=one.metric, sign=one.sign) for one in found.judge.objectives],
         best=None if found.best is None else found.best.number,
         spent=round(found.table.spent, 4),
         decisions=len(found.table.decisions),

@@ -60,7 +60,7 @@ def test_values_shown_are_those_that_the_plan_counts(kind, tmp_path):
 def test_no_trial_that_is_shown_beats_one_of_the_front(tmp_path):
     found = played(tmp_path, KINDS["several metrics"])
     rows = {t["trial"]: t["values"] for t in search_data(found)["trials"] if t["unit"]}
-    signs = {goal.metric: goal.sign for goal in found.objectives}
+    signs = {goal.metric: goal.sign for goal in found.judge.objectives}
     assert len(found.summary.front) > 1
     for one in found.summary.front:
         for other in rows.values():

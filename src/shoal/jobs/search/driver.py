@@ -322,17 +322,9 @@ class SearchDriver:
         now = time.monotonic()
         if force or now - self._updated_s >= UPDATE_S:
             self._updated_s = now
-            self._on_update(
-                SearchProgress(
-                    self.paths,
-                    self.job,
-                    self._journal.rows,
-                    self._table,
-                    self.runs,
-                    self._earlier_rows,
-                    self.elapsed_s,
-                )
-            )
+            rows, earlier = self._journal.rows, self._earlier_rows
+            progress = SearchProgress(self.paths, self.job, rows, self._table, self.runs, earlier, self.elapsed_s)
+            self._on_update(progress)
 
 
 def earlier_seconds(rows: list[AnyRow]) -> float:

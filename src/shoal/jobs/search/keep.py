@@ -50,6 +50,4 @@ class Keeper:
     def _worth(self, trial: TrialEntry) -> tuple[bool, bool, int, float]:
         """Small for what is forgotten first: failed trials, then complete ones, then those at a low unit with a bad
         value."""
-        value = self._judge.value(trial)
-        placed = self._judge.objectives[0].sign * value if value == value else float("-inf")
-        return trial.state == "paused", trial.state == "complete", trial.unit, placed
+        return trial.state == "paused", trial.state == "complete", trial.unit, self._judge.score(trial)

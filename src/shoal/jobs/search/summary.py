@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,6 @@ from shoal.plan.search.summary import SearchSummary, summarise
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.search import ObjectiveConfig
 from shoal.spec.search.trial_job import make_trial_job
 from shoal.spec.yaml_document import write_value
 
@@ -59,10 +57,6 @@ class StoredSearch:
     @cached_property
     def judge(self) -> Judge:
         return Judge.of(self.job)
-
-    @property
-    def objectives(self) -> Sequence[ObjectiveConfig]:
-        return self.judge.objectives
 
     @property
     def ranked(self) -> list[TrialEntry]:

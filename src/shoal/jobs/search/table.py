@@ -154,9 +154,13 @@ class Judge:
 
     def value(self, trial: TrialEntry, objective: int = 0) -> float:
         """As the metric is written; nan if there is none."""
-        goal, several = self.objectives[objective], len(self.objectives) > 1
-        value = counted(goal, trial.rows, trial.facts, means=self.means, several=several)
-        return goal.sign * value if math.isfinite(value) else math.nan
+        score = self.score(trial, objective)
+        return self.objectives[objective].sign * score if math.isfinite(score) else math.nan
+
+    def score(self, trial: TrialEntry, objective: int = 0) -> float:
+        """Larger is better; -inf if there is none."""
+        several = len(self.objectives) > 1
+        return counted(self.objectives[objective], trial.rows, trial.facts, means=self.means, several=several)
 
     def values(self, trial: TrialEntry) -> dict[str, float]:
         return {goal.metric: self.value(trial, i) for i, goal in enumerate(self.objectives)}
@@ -167,7 +171,5 @@ class Judge:
 
     def ranked(self, table: SearchTable) -> list[TrialEntry]:
         """Trials with a value, the best first; those that break a constraint come last."""
-        valued = [(t, self.value(t)) for t in table.trials.values() if t.state != "failed"]
-        sign = self.objectives[0].sign
-        sound = [(self.breaks(t), -sign * value, t.number, t) for t, value in valued if math.isfinite(value)]
-        return [t for *_, t in sorted(sound, key=lambda one: one[:3])]
+        valued = [t for t in table.trials.values() if t.state != "failed" and math.isfinite(self.score(t))]
+        return sorted(valued, key=lambda t: (self.breaks(t), -self.score(t), t.number))

@@ -85,12 +85,10 @@ class Ledger:
         """The same as plain numbers. Computed once per unit: rows are only added."""
         for count in range(len(trial.curves), len(trial.rows)):
             rows = trial.rows[: count + 1]
-            trial.curves.append(tuple(self._counted(trial, objective, rows) for objective in self.objectives))
+            facts, how = trial.shape.facts, {"means": self.folds, "several": self.several}
+            trial.curves.append(tuple(counted(goal, rows, facts, **how) for goal in self.objectives))
         place = len(trial.rows) if unit is None else min(unit - trial.origin, len(trial.rows))
         return trial.curves[place - 1] if place > 0 else (-math.inf,) * len(self.objectives)
-
-    def _counted(self, trial: TrialState, objective: ObjectiveConfig, rows: Sequence[Mapping[str, float]]) -> float:
-        return counted(objective, rows, trial.shape.facts, means=self.folds, several=self.several)
 
     def violation(self, trial: TrialState) -> float:
         """By how much a trial breaks the constraints, as far as that is known."""

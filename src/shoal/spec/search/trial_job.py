@@ -35,10 +35,9 @@ def make_trial_job(job: Job, changes: Mapping[str, Any], *, check_names: bool = 
 
 def _best(job: Job) -> MonitorConfig:
     goals = job.search.metric if job.search is not None else []
-    if len(goals) != 1 or goals[0].metric in FACTS or job.best != MonitorConfig():
+    if len(goals) != 1 or goals[0].metric in (*FACTS, job.best.metric) or job.best != MonitorConfig():
         return job.best
-    ranks = MonitorConfig(metric=goals[0].metric, mode="max" if goals[0].sign > 0 else "min")
-    return job.best if (ranks.metric, ranks.sign) == (job.best.metric, job.best.sign) else ranks
+    return MonitorConfig(metric=goals[0].metric, mode="max" if goals[0].sign > 0 else "min")
 
 
 def check_space(job: Job, *, check_names: bool = True) -> None:

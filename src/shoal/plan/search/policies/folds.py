@@ -11,9 +11,6 @@ from shoal.plan.search.policies.base import Begin, Choice, Continue, Nothing
 WORSE_WITH = 0.1
 """A trial stops when a paired t-test gives at most this probability to its being as good as the best one."""
 
-HUGE = 1e100
-"""Values of models that diverged may be so large that their squares are not numbers."""
-
 
 @dataclass(frozen=True)
 class FoldRace:
@@ -43,8 +40,8 @@ def is_worse(ledger: Ledger, trial: TrialState, leader: TrialState) -> bool:
     gaps = [goal.sign * (a.get(goal.metric, math.nan) - b.get(goal.metric, math.nan)) for a, b in pairs]
     if len(gaps) < 2 or not all(map(math.isfinite, gaps)):
         return any(not math.isfinite(gap) for gap in gaps)
-    largest = max(map(abs, gaps))
-    gaps = [gap / largest for gap in gaps] if largest > HUGE else gaps
+    largest = max(map(abs, gaps)) or 1.0  # their squares may be larger than any float
+    gaps = [gap / largest for gap in gaps]
     mean = math.fsum(gaps) / len(gaps)
     spread = math.sqrt(math.fsum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1) / len(gaps))
     if spread == 0:

@@ -72,11 +72,7 @@ class OptunaSampler:
             kind = state.COMPLETE if values else state.RUNNING
         broken = {"search": ledger.violation(trial)} if ledger.constraints and kind == state.COMPLETE else None
         return self._optuna.trial.create_trial(
-            state=kind,
-            params=params,
-            distributions=dict(spaces),
-            values=values if kind == state.COMPLETE else None,
-            constraints=broken,
+            state=kind, params=params, distributions=dict(spaces), values=values, constraints=broken
         )
 
     def _distribution(self, axis: Axis) -> Any:
