@@ -1,4 +1,5 @@
-"""python -m benchmarks.web: start, list, curves and end of `shoal web`, over generated runs.
+"""python -m benchmarks.web: start, list, curves and end of `shoal web`, over generated runs; and what a worker spends
+on samples of its usage.
 
 The server is a process of its own. `cpu s` is the time that it computed, `wall s` what a client waited (the median of
 turns); on a machine that others use only the first is steady. Sizes are what went over the wire, compressed.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import signal
 import statistics
@@ -26,10 +28,11 @@ from rich.console import Console
 from benchmarks import report
 from shoal.events import Event
 from shoal.events.stream import format_event
+from shoal.fleet.usage import INTERVAL_S, UsageSampler
 from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.web.app import static_files
 
-PARTS = ("start", "runs", "points")
+PARTS = ("start", "runs", "points", "usage")
 TURNS = 7
 ROWS_PER_SMALL_RUN = 30
 STARTED_T = 1.7e9
@@ -49,7 +52,8 @@ def main() -> None:
     asked = parser.parse_args()
     for part in asked.parts or PARTS:
         with tempfile.TemporaryDirectory(prefix="shoal-web-") as scratch:
-            found = {"start": start, "runs": many_runs, "points": many_points}[part](Path(scratch), asked.quick)
+            measure = {"start": start, "runs": many_runs, "points": many_points, "usage": usage}[part]
+            found = measure(Path(scratch), asked.quick)
         Console().print(report.table(f"{part}: {found['what']}", found["rows"]))
         if not asked.quick:
             report.keep("web", part, found)
@@ -206,6 +210,19 @@ def many_points(scratch: Path, quick: bool) -> dict[str, Any]:
     with Served(scratch) as server:
         rows.append(server.measure("first question of a new server", question, turns=1))
     return {"what": f"{count} points; extremes of all events are in the answer: {lossless}", "rows": rows}
+
+
+def usage(scratch: Path, quick: bool) -> dict[str, Any]:
+    """What the heartbeat of a worker does every two seconds."""
+    count = 100 if quick else 10_000
+    ticks = itertools.count(0.0, INTERVAL_S)
+    sampler = UsageSampler(lambda: 0, clock=lambda: next(ticks))
+    began_s = time.process_time()
+    samples = [sampler.sample() for _ in range(count)]
+    each_s = (time.process_time() - began_s) / count
+    assert all(samples)
+    row = {"samples": count, "cpu us each": round(1e6 * each_s, 1), "% of a core": round(100 * each_s / INTERVAL_S, 4)}
+    return {"what": f"a worker's samples of its usage, one every {INTERVAL_S:g} s", "rows": [row]}
 
 
 def check_extremes(server: Served, run: Path, question: str) -> bool:
