@@ -164,6 +164,7 @@ def test_disk_use_counts_shared_bytes_once(runs):
     os.link(blob, runs / "elsewhere")
     used = disk_usage.run_usage(root).parts["checkpoints"]
     assert (used.size_bytes, used.freed_bytes, used.files) == (200_000, 0, 2)
+    assert used.shared_bytes == blob.stat().st_blocks * 512
     (runs / "elsewhere").unlink()
     assert disk_usage.run_usage(root).parts["checkpoints"].freed_bytes >= 100_000
     (root / "logs").symlink_to("/usr")
@@ -322,3 +323,20 @@ def test_the_parts_of_folds_and_trials_are_added_up(tmp_path):
         (tmp_path / name / "file").write_bytes(b"x" * size)
     parts = disk_usage.run_usage(tmp_path).parts
     assert {name: one.size_bytes for name, one in parts.items()} == {"checkpoints": 14000, "logs": 5000}
+
+
+def test_what_trials_share_goes_with_their_search(tmp_path):
+    """Links between trials: none of them frees the file alone, all of them do."""
+    first, second = (tmp_path / "small-1" / name / "checkpoints" for name in ("trial-0", "trial-1"))
+    for directory in (first, second):
+        directory.mkdir(parents=True)
+    (first / "blob").write_bytes(b"x" * 100_000)
+    os.link(first / "blob", second / "blob")
+    whole, part = disk_usage.run_usage(tmp_path / "small-1"), disk_usage.run_usage(first.parent)
+    assert (whole.total.freed_bytes, whole.total.shared_bytes) == ((first / "blob").stat().st_blocks * 512, 0)
+    assert (part.total.freed_bytes, part.total.shared_bytes) == (0, whole.total.freed_bytes)
+    os.link(first / "blob", first / "again")
+    os.link(first / "blob", first.parent / "model")  # a part of its own
+    whole = disk_usage.run_usage(tmp_path / "small-1")
+    assert whole.parts["model"].freed_bytes == 0
+    assert whole.total.freed_bytes > 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 
 from shoal.jobs import run_dir
@@ -22,11 +24,12 @@ BLOCK_BYTES = 512
 
 @dataclass
 class Usage:
-    """`size_bytes`: lengths of the files; `freed_bytes`: what the disk gets back when they are deleted. A file that
-    has another name elsewhere (a hard link) frees nothing."""
+    """`size_bytes`: lengths of the files; `freed_bytes`: what the disk gets back when they are deleted;
+    `shared_bytes`: what it does not get back, because a file has another name elsewhere (a hard link)."""
 
     size_bytes: int = 0
     freed_bytes: int = 0
+    shared_bytes: int = 0
     files: int = 0
 
     def __add__(self, other: Usage) -> Usage:
@@ -35,36 +38,38 @@ class Usage:
 
 @dataclass
 class RunUsage:
+    """`total` frees more than all `parts` do if files of one part are those of another one, as in a search."""
+
     run: str
     parts: dict[str, Usage]
-
-    @property
-    def total(self) -> Usage:
-        return sum(self.parts.values(), Usage())
+    total: Usage
 
 
 def directory_bytes(root: Path) -> Usage:
     """All files below a directory; links are not followed, and what vanishes meanwhile does not count."""
+    return _sum(_files(str(root)))
+
+
+def _sum(files: Iterable[os.stat_result]) -> Usage:
     found = Usage()
     names: dict[tuple[int, int], list[int]] = {}
-    for entry in _files(str(root)):
+    for one in files:
         found.files += 1
-        found.size_bytes += entry.st_size
-        if entry.st_nlink == 1:
-            found.freed_bytes += entry.st_blocks * BLOCK_BYTES
+        found.size_bytes += one.st_size
+        if one.st_nlink == 1:
+            found.freed_bytes += one.st_blocks * BLOCK_BYTES
         else:
-            names.setdefault((entry.st_dev, entry.st_ino), [entry.st_nlink, entry.st_blocks, 0])[2] += 1
+            names.setdefault((one.st_dev, one.st_ino), [one.st_nlink, one.st_blocks, 0])[2] += 1
     for links, blocks, here in names.values():
-        found.freed_bytes += blocks * BLOCK_BYTES if here == links else 0
+        if here == links:
+            found.freed_bytes += blocks * BLOCK_BYTES
+        else:
+            found.shared_bytes += blocks * BLOCK_BYTES
     return found
 
 
 def _files(root: str) -> Iterator[os.stat_result]:
-    try:
-        entries = list(os.scandir(root))
-    except OSError:
-        return
-    for entry in entries:
+    for entry in _entries(root):
         try:
             status = entry.stat(follow_symlinks=False)
         except OSError:
@@ -75,35 +80,33 @@ def _files(root: str) -> Iterator[os.stat_result]:
             yield status
 
 
+def _entries(root: str) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(root))
+    except OSError:
+        return []
+
+
 def run_usage(root: Path) -> RunUsage:
     """By part: checkpoints, model, logs, events, other; those of folds and trials are added up."""
-    parts: dict[str, Usage] = {}
-    try:
-        entries = list(os.scandir(root))
-    except OSError:
-        entries = []
-    for entry in entries:
-        part = PART_NAMES.get(entry.name, "other")
-        if entry.is_dir(follow_symlinks=False) and entry.name.startswith(("fold-", "trial-")):
-            for name, found in run_usage(Path(entry.path)).parts.items():
-                parts[name] = parts.get(name, Usage()) + found
+    parts: dict[str, list[os.stat_result]] = {}
+    _sort_files(str(root), parts)
+    every = chain.from_iterable(parts.values())
+    return RunUsage(root.name, {name: _sum(files) for name, files in parts.items()}, _sum(every))
+
+
+def _sort_files(root: str, parts: dict[str, list[os.stat_result]]) -> None:
+    for entry in _entries(root):
+        if entry.name.startswith(("fold-", "trial-")) and entry.is_dir(follow_symlinks=False):
+            _sort_files(entry.path, parts)
             continue
+        files = parts.setdefault(PART_NAMES.get(entry.name, "other"), [])
         if entry.is_dir(follow_symlinks=False):
-            found = directory_bytes(Path(entry.path))
-        else:
-            found = _file_usage(entry)
-        parts[part] = parts.get(part, Usage()) + found
-    return RunUsage(root.name, parts)
-
-
-def _file_usage(entry: os.DirEntry[str]) -> Usage:
-    try:
-        found = entry.stat(follow_symlinks=False)
-    except OSError:
-        return Usage()
-    if not stat.S_ISREG(found.st_mode):
-        return Usage()
-    return Usage(found.st_size, found.st_blocks * BLOCK_BYTES if found.st_nlink == 1 else 0, 1)
+            files += _files(entry.path)
+            continue
+        with contextlib.suppress(OSError):
+            status = entry.stat(follow_symlinks=False)
+            files += [status] if stat.S_ISREG(status.st_mode) else []
 
 
 def all_usage(runs: Path) -> list[RunUsage]:

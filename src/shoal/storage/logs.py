@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -124,22 +125,24 @@ def _kept_part(file: BinaryIO, start: int, size: int) -> tuple[int, int]:
         return start, size
 
 
-def search(paths: RunPaths, names: list[str], *, text: str, at_most: int) -> Iterator[LogMatch]:
-    """Lines that contain a text, over all these logs."""
+def search(
+    paths: RunPaths, names: list[str], *, text: str, at_most: int, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[LogMatch]:
+    """Lines that contain a text, over all these logs. It ends early when `is_over` says so."""
     left = at_most
     for name in names:
-        for match in _search_one(paths, name, text.encode()):
+        for match in _search_one(paths, name, text.encode(), is_over):
             if left == 0:
                 return
             left -= 1
             yield match
 
 
-def _search_one(paths: RunPaths, name: str, wanted: bytes) -> Iterator[LogMatch]:
+def _search_one(paths: RunPaths, name: str, wanted: bytes, is_over: Callable[[], bool]) -> Iterator[LogMatch]:
     """Finds the text in whole pieces, and cuts out its line only then."""
     with open_log(paths, name) as file:
         base, rest = 0, b""
-        for position, piece in _kept_pieces(file):
+        for position, piece in takewhile(lambda _: not is_over(), _kept_pieces(file)):
             if position != base + len(rest):
                 yield from _lines_with(rest, wanted, name, base)
                 base, rest = position, b""

@@ -33,15 +33,18 @@ def print_usage(rows: Sequence[RunUsage], *, as_json: bool) -> None:
         print(json_line([{"run": one.run, **asdict(one.total), "parts": _parts(one)} for one in rows]))
         return
     parts = ["checkpoints", "model", "events", "logs", "other"]
-    table = Table("run", "frees", "size", "files", *parts, box=None, pad_edge=False)
+    table = Table("run", "frees", "shared", "size", "files", *parts, box=None, pad_edge=False)
     for one in rows:
         cells = (formatting.size(one.parts.get(part, Usage()).freed_bytes) for part in parts)
-        table.add_row(one.run, formatting.size(one.total.freed_bytes), formatting.size(one.total.size_bytes),
-                      formatting.count(one.total.files), *cells)  # fmt: skip
+        table.add_row(one.run, *_sizes(one.total), *cells)
     whole = sum((one.total for one in rows), Usage())
-    table.add_row("all", formatting.size(whole.freed_bytes), formatting.size(whole.size_bytes),
-                  formatting.count(whole.files), style="bold")  # fmt: skip
+    table.add_row("all", *_sizes(whole), style="bold")
     make_console().print(table)
+
+
+def _sizes(one: Usage) -> list[str]:
+    every = (one.freed_bytes, one.shared_bytes, one.size_bytes)
+    return [*map(formatting.size, every), formatting.count(one.files)]
 
 
 def _parts(one: RunUsage) -> dict[str, Any]:

@@ -72,7 +72,8 @@ class ServerRow(Answer):
 
 
 class RunPage(Answer):
-    """A run now. `notes`: lines of what happened, the newest last. `packed`: it was compacted."""
+    """A run now. `notes`: lines of what happened, the newest last. `packed`: it was compacted. `peak_workers`: so many
+    trained at the same time."""
 
     run: str
     name: str
@@ -88,6 +89,7 @@ class RunPage(Answer):
     best: dict[str, Value]
     times: dict[str, float]
     workers: list[WorkerRow]
+    peak_workers: int
     servers: list[ServerRow]
     folds: list[str]
     notes: list[str]
@@ -206,11 +208,13 @@ class OperationAnswer(Answer):
 
 
 class UsageRow(Answer):
-    """`may_drop`: it has checkpoints of its own, which may go. Those of a search's trials belong to the search."""
+    """`freed_bytes` and `shared_bytes` are all that it occupies; what is shared has another name elsewhere. `may_drop`:
+    it has checkpoints of its own, which may go. Those of a search's trials belong to the search."""
 
     run: str
     size_bytes: int
     freed_bytes: int
+    shared_bytes: int
     files: int
     parts: dict[str, int]
     may_drop: bool

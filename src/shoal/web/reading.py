@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # they load numpy, which the start of the server does without
 MAX_NOTES_SHOWN = 100
 MAX_COMPARED = 100
 MAX_JOB_BYTES = 1 << 20
+SEARCH_S = 10.0
 
 
 class ListQuery(Spec):
@@ -158,6 +160,7 @@ def make_run_page(paths: RunPaths, state: RunState, *, run: str, tags: list[str]
         best=dict(state.best),
         times=state.times,
         workers=_workers(state),
+        peak_workers=state.peak_workers,
         servers=[_server(one) for one in state.servers.values()],
         folds=[f"{paths.name}~{one.name}" for one in paths.folds],
         notes=notes.note_lines(state)[-MAX_NOTES_SHOWN:],
@@ -285,10 +288,14 @@ def show_log(call: Call) -> answers.LogLines:
 
 def search_logs(call: Call) -> answers.FoundLines:
     query: SearchQuery = call.query
-    names = logs.names_of(call.paths, query.who)
-    found = list(logs.search(call.paths, names, text=query.find, at_most=query.limit + 1))
+    names, until_s = logs.names_of(call.paths, query.who), time.monotonic() + SEARCH_S
+
+    def is_over() -> bool:
+        return call.site.stopping.is_set() or time.monotonic() > until_s
+
+    found = list(logs.search(call.paths, names, text=query.find, at_most=query.limit + 1, is_over=is_over))
     matches = [answers.FoundLine(**one._asdict()) for one in found[: query.limit]]
-    return answers.FoundLines(text=query.find, matches=matches, more=len(found) > query.limit)
+    return answers.FoundLines(text=query.find, matches=matches, more=len(found) > query.limit or is_over())
 
 
 def show_receipt(call: Call) -> answers.ReceiptAnswer:
@@ -353,6 +360,7 @@ def show_storage(call: Call) -> answers.StorageAnswer:
             run=one.run,
             size_bytes=one.total.size_bytes,
             freed_bytes=one.total.freed_bytes,
+            shared_bytes=one.total.shared_bytes,
             files=one.total.files,
             parts={name: part.freed_bytes for name, part in one.parts.items()},
             may_drop=(call.site.runs / one.run / "checkpoints").is_dir(),
