@@ -1,8 +1,10 @@
 """The API over runs of the past: lists, curves, events, comparisons, changes with undo."""
 
+import contextlib
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -74,6 +76,7 @@ def test_the_state_of_a_run(served):
     assert (page["status"], page["step"], page["steps"]) == ("finished", 60, 60)
     assert page["metrics"] == {"accuracy": 0.5, "loss": 0.7}
     assert page["workers"][0]["name"] == "worker-0"
+    assert page["peak_workers"] == 1
 
 
 def test_an_answer_that_has_not_changed_is_not_sent_again(served):
@@ -266,6 +269,24 @@ def test_metrics_are_of_live_runs_only(served):
     assert 'shoal_run_step{run="mlp-1"} 16.0' in text
     assert "mlp-2" not in text
     assert text.endswith("# EOF\n")
+
+
+def test_metrics_of_a_run_that_goes_hide_no_other(served):
+    client = served.client("read")
+    with contextlib.ExitStack() as driven:
+        for name in ("mlp-1", "mlp-2"):
+            paths = served.site.find(name)
+            rows = paths.events.read_bytes().splitlines(keepends=True)
+            paths.events.write_bytes(b"".join(rows[:20]))
+            driven.enter_context(run_dir.driver_lock(paths))
+        served.site.forget_rows()
+        assert client.get("/metrics").text.count("shoal_run_step{") == 2  # the list is kept for a second
+        shutil.rmtree(served.runs / "mlp-1")
+        served.site._listed = (time.monotonic(), served.site._listed[1])
+        answer = client.get("/metrics")
+    assert answer.status_code == 200
+    assert 'shoal_run_step{run="mlp-2"}' in answer.text
+    assert "mlp-1" not in answer.text
 
 
 def test_every_route_is_described_with_its_role():

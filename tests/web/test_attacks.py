@@ -14,6 +14,8 @@ import pytest
 import shoal
 from shoal.errors import ShoalError
 from shoal.jobs.queue.access_tokens import ROLES, Identity, TokenFile
+from shoal.spec.alerts.config import AlertConfig
+from shoal.spec.load import load_run_job, save_job
 from shoal.storage.logs import plain_line
 from shoal.web import gate
 from shoal.web.access import AccessControl
@@ -354,6 +356,17 @@ def test_wrong_tokens_are_counted(served):
     assert 429 in answers
 
 
+def test_wrong_tokens_of_others_lock_nobody_out(served):
+    """Other users of the machine, and pages that were open before the server was started again, have its address."""
+    known, stale = served.client("read"), served.client()
+    stale.cookies[COOKIE] = "of-the-server-before"
+    for _ in range(60):
+        stale.get("/api/v1/runs")
+    assert stale.get("/api/v1/runs").status_code == 429
+    assert known.get("/api/v1/runs").status_code == 200
+    assert served.browser().get("/api/v1/runs").status_code == 200
+
+
 def test_wrong_codes_are_counted(served):
     client = served.client()
     answers = [client.post("/api/v1/session", json={"secret": f"no-{n}"}).status_code for n in range(60)]
@@ -426,6 +439,18 @@ QUESTIONS = [
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_questions_are_bounded(served, question):
     assert served.client("read").get(f"/api/v1/{question}").status_code == 422
+
+
+def test_a_search_over_all_logs_ends(served, monkeypatch):
+    logs = served.runs / "mlp-1" / "logs"
+    logs.mkdir()
+    (logs / "worker-0.log").write_text("a line\n" * 1000)
+    client, question = served.client("read"), "/api/v1/runs/mlp-1/search?find=line&limit=1000"
+    found = client.get(question).json()
+    assert (len(found["matches"]), found["more"]) == (1000, False)
+    monkeypatch.setattr("shoal.web.reading.SEARCH_S", 0.0)
+    found = client.get(question).json()
+    assert (len(found["matches"]), found["more"]) == (0, True)
 
 
 def test_too_many_requests_are_refused(served, monkeypatch):
@@ -568,11 +593,13 @@ def test_vendored_files_are_those_of_the_manifest():
         assert (vendor / f"LICENSE-{facts['package']}.txt").is_file()
 
 
-# 24: secrets of a job stay with it
-def test_addresses_of_webhooks_are_not_shown(served):
-    job = served.runs / "mlp-1" / "job.yaml"
-    rule = "alerts:\n- when: failed\n  webhook: https://user:word@hooks.example/T0/SECRET\n"
-    job.write_text(job.read_text().replace("alerts: []\n", rule))
+# 18: secrets of a job stay with it
+@pytest.mark.parametrize("secret", ["T0/SECRET", "a,SECRET", "it's,SECRET", 'a"SECRET', "#}SECRET", "é\\SECRET"])
+def test_addresses_of_webhooks_are_not_shown(served, secret):
+    file = served.runs / "mlp-1" / "job.yaml"
+    alerts = [AlertConfig(when="failed", webhook=f"https://user:word@hooks.example/{secret}")]
+    save_job(load_run_job(file).model_copy(update={"alerts": alerts}), file)
+    assert "SECRET" in file.read_text()
     client = served.client("read")
     shown = [client.get("/api/v1/runs/mlp-1/job"), client.get("/api/v1/compare", params={"runs": "mlp-1,mlp-2"})]
     assert all(answer.status_code == 200 for answer in shown)
@@ -587,7 +614,8 @@ def test_a_trace_is_not_shown_by_the_browser(served):
     (profiles / "ab.trace.json.gz").write_bytes(b"<script>")
     (profiles / "cd.trace.json.gz").symlink_to(served.runs / ".web-tokens.json")
     client = served.client("read")
-    answer = client.get("/api/v1/runs/mlp-1/profiles/ab")
+    answer = client.get("/api/v1/runs/mlp-1/profiles/ab", stays=True)
+    assert answer.content == b"<script>"
     assert answer.headers["content-type"] == "application/gzip"
     assert answer.headers["content-disposition"].startswith("attachment")
     assert answer.headers["x-content-type-options"] == "nosniff"

@@ -2,17 +2,20 @@
 
 import contextlib
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shoal.events.stream import format_event
 from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.spec.run_paths import RunPaths
-from shoal.web.serve import MAX_HEADER_BYTES
+from shoal.web.serve import MAX_HEADER_BYTES, MOST_CONNECTIONS
 from shoal.web.stream import MAX_STREAMS
+from shoal.web.table import MAX_AT_ONCE
 from tests.jobs.past_run import write_run
 from tests.web.live_run import serving, wait_until
 from tests.web.test_api import step
@@ -117,6 +120,20 @@ def test_connections_that_say_nothing_do_not_end_the_server(server):
     wait_until(lambda: is_answered(server))
 
 
+def test_no_crowd_of_connections_uses_up_the_files_of_the_server(server):
+    with contextlib.ExitStack() as opened:
+        crowd = [
+            opened.enter_context(socket.create_connection(address_of(server), timeout=PATIENCE_S))
+            for _ in range(MOST_CONNECTIONS + 20)
+        ]
+        for one in crowd[-20:]:
+            with contextlib.suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+        crowd[0].sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert crowd[0].recv(12) == b"HTTP/1.1 503"  # those before are told
+    wait_until(lambda: is_answered(server))
+
+
 def is_answered(server):
     try:
         return status_of(server) == 200
@@ -142,6 +159,32 @@ def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
         head = f"POST /api/v1/session HTTP/1.1\r\nHost: {server.url[7:]}\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert connection.recv(65536).startswith(b"HTTP/1.1 408")
+
+
+# 24: long questions of one identity leave room for the others
+def test_questions_at_once_are_bounded(server, monkeypatch):
+    entered, may_end = threading.Semaphore(0), threading.Event()
+
+    def long_question(runs):
+        entered.release()
+        assert may_end.wait(PATIENCE_S)
+        return []
+
+    monkeypatch.setattr("shoal.web.reading.all_usage", long_question)
+    other = TokenFile(server.site.runs).create("other", role="read", runs=[], expires_t=None)
+    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
+        url = f"{server.url}/api/v1/storage"
+        asked = [pool.submit(lambda: ask(url, server.token).status) for _ in range(MAX_AT_ONCE)]
+        try:
+            assert all(entered.acquire(timeout=PATIENCE_S) for _ in asked)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                status_of(server)
+            assert refused.value.code == 429
+            assert ask(f"{server.url}/api/v1/me", other).status == 200
+        finally:
+            may_end.set()
+        assert {one.result() for one in asked} == {200}
+    assert status_of(server) == 200
 
 
 # 22, 23: two lengths, two hosts

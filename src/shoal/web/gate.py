@@ -72,10 +72,6 @@ class TokenBucket:
             self._level.popitem(last=False)
         return level >= 1
 
-    def is_empty(self, key: str) -> bool:
-        level, then = self._level.get(key, (self._burst, time.monotonic()))
-        return min(self._burst, level + (time.monotonic() - then) * self._rate) < 1
-
 
 class RequestRefused(Exception):  # noqa: N818
     """A request that is not served."""

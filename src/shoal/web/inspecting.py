@@ -15,6 +15,7 @@ from shoal.web.table import Call
 
 MAX_LISTED = 50
 PIECE_BYTES = 1 << 18
+FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def list_profiles(call: Call) -> list[answers.ProfileRow]:
@@ -26,23 +27,27 @@ def list_profiles(call: Call) -> list[answers.ProfileRow]:
 def send_trace(call: Call) -> Response:
     """A file to save, which no browser shows: its content comes from workers."""
     path = profiles.trace_file(call.paths, call.names["profile"])
-    headers = {"content-disposition": f'attachment; filename="{call.names["profile"]}.trace.json.gz"'}
-    return Response(path.read_bytes(), headers=headers, media_type="application/gzip")
+    return _send_file(os.open(path, FLAGS), path.name, media_type="application/gzip")
 
 
 def send_model(call: Call) -> Response:
     """The exported weights, as safetensors. SH606 before the run has finished."""
     path = call.paths.model / "model.safetensors"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, FLAGS)
     except OSError:
         raise error("SH606", f"'{call.paths.name}' has no model of its own") from None
+    return _send_file(descriptor, path.name, media_type="application/octet-stream")
+
+
+def _send_file(descriptor: int, name: str, *, media_type: str) -> Response:
+    """In pieces: a file may be larger than the memory of the server."""
     file = os.fdopen(descriptor, "rb")
     headers = {
-        "content-disposition": 'attachment; filename="model.safetensors"',
+        "content-disposition": f'attachment; filename="{name}"',
         "content-length": str(os.fstat(file.fileno()).st_size),
     }
-    return StreamingResponse(_pieces(file), headers=headers, media_type="application/octet-stream")
+    return StreamingResponse(_pieces(file), headers=headers, media_type=media_type)
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:

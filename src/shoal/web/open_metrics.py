@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 
 from starlette.responses import Response
 
+from shoal.errors import ShoalError
 from shoal.events import RunState
 from shoal.web.table import Call
 
@@ -41,7 +43,10 @@ USAGE = {
 
 def show_metrics(call: Call) -> Response:
     rows = [row for row in call.site.rows() if row["status"] in LIVE and call.identity.sees(row["run"])]
-    samples = [one for row in rows for one in _samples(row["run"], call.site.state(call.site.find(row["run"])))]
+    samples: list[Sample] = []
+    for row in rows:
+        with contextlib.suppress(ShoalError, OSError):  # a run that goes meanwhile hides no other
+            samples += _samples(row["run"], call.site.state(call.site.find(row["run"])))
     return Response(render(samples), media_type=MEDIA_TYPE)
 
 

@@ -26,6 +26,9 @@ DEFAULT_PORT = 8470
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 MAX_HEADER_BYTES = 16 * 1024
 MAX_CONNECTIONS = 256
+"""More than these are told to come again (503)."""
+MOST_CONNECTIONS = 3 * MAX_CONNECTIONS
+"""More than these are cut at once: a process may often open no more than 1024 files."""
 SHUTDOWN_S = 1
 REQUEST_TIMEOUT_S = 30.0
 
@@ -98,7 +101,10 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_for_request()
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:

@@ -4,11 +4,13 @@ authorise them, check their input and describe them (`openapi`). A route without
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from typing import Any, Literal
@@ -29,6 +31,8 @@ from shoal.web.site import Site
 
 MIN_GZIP_BYTES = 1024
 BODY_TIMEOUT_S = 30.0
+MAX_AT_ONCE = 16
+"""Questions of one identity that are answered at the same time. All of them share 40 threads."""
 STATUS = {
     "SH601": 404, "SH602": 409, "SH604": 409, "SH605": 503, "SH606": 409, "SH609": 422, "SH610": 409, "SH612": 409,
     "SH613": 404, "SH614": 409, "SH615": 409, "SH626": 503, "SH632": 404, "SH642": 503, "SH644": 503, "SH646": 404,
@@ -89,6 +93,7 @@ class Api:
         self._site, self._access, self.cookie = site, access, cookie
         self._rate = TokenBucket(rate=REQUESTS_PER_S, burst=BURST)
         self._failures = TokenBucket(rate=FAILURES_PER_S, burst=FAILURE_BURST)
+        self._busy: Counter[str] = Counter()
 
     def starlette_routes(self) -> list[Route]:
         return [Route(one.path, self._endpoint(one), methods=[one.method]) for one in self.routes]
@@ -119,10 +124,22 @@ class Api:
             if route.method != "GET" and "~trial-" in request.path_params["run"]:
                 raise error("SH677", f"'{paths.name}' is a trial")
         call = Call(self._site, identity, request, query, body, request.path_params, paths)
-        found = await run_in_threadpool(route.handler, call)
-        if isinstance(found, Response):
-            return found
-        return await run_in_threadpool(json_response, request, found)
+        with self._turn_of(identity):
+            found = await run_in_threadpool(route.handler, call)
+            if isinstance(found, Response):
+                return found
+            return await run_in_threadpool(json_response, request, found)
+
+    @contextlib.contextmanager
+    def _turn_of(self, identity: Identity) -> Iterator[None]:
+        """Long questions of one identity leave threads for the others."""
+        if self._busy[identity.name] >= MAX_AT_ONCE:
+            raise RequestRefused(429, "too many questions at once; wait for their answers")
+        self._busy[identity.name] += 1
+        try:
+            yield
+        finally:
+            self._busy[identity.name] -= 1
 
     def authorise(self, route: ApiRoute, request: Request) -> Identity:
         """RequestRefused unless the request may use the route."""
@@ -136,16 +153,13 @@ class Api:
         return identity
 
     def identify(self, request: Request) -> Identity:
-        who = request.client.host if request.client else ""
-        if self._failures.is_empty(who):
-            raise RequestRefused(429, "too many wrong tokens; wait some seconds")
         identity, header = self.known_identity(request), request.headers.get("authorization", "")
         is_change = request.method not in ("GET", "HEAD")
         if identity is not None and is_change and not header and "x-shoal" not in request.headers:
             raise RequestRefused(403, "a change by a cookie needs the header X-Shoal")
         if identity is None:
             if header or session_secret(request, self.cookie):
-                self._failures.take(who)
+                self.count_failure(request)
             raise RequestRefused(401, "a token is needed: open the link that `shoal web` printed")
         if not self._rate.take(identity.name):
             raise RequestRefused(429, "too many requests; wait a second")
@@ -162,10 +176,11 @@ class Api:
         return None if identity is None or identity.is_expired else identity
 
     def count_failure(self, request: Request) -> None:
-        """A wrong code or token. RequestRefused if there were too many."""
+        """A wrong code or token. RequestRefused if there were too many: the same for all of an address, so who has the
+        right one is served all the same."""
         who = request.client.host if request.client else ""
         if not self._failures.take(who):
-            raise RequestRefused(429, "too many wrong codes; wait some seconds")
+            raise RequestRefused(429, "too many wrong codes and tokens; wait some seconds")
 
     async def _body(self, route: ApiRoute, request: Request) -> Any:
         if route.method != "POST":

@@ -18,12 +18,12 @@ OWN_FIELDS: dict[str, tuple[str, ...]] = {
 }
 """Fields that only rules of this kind have."""
 _WEBHOOK = re.compile(r"https?://[^\s/]+(/\S*)?|env:[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(r"""(webhook["']?: *["']?https?://)[^\s"',}]*""")
+_SECRET = re.compile(r"""(webhook["']?:\s*)(?:(["'])(https?://)(?:\\.|(?!\2).|\2\2)*\2|(https?://)\S*)""", re.DOTALL)
 
 
 def hide_webhooks(text: str) -> str:
     """Job text without the addresses of webhooks, which are secrets."""
-    return _SECRET.sub(r"\1…", text)
+    return _SECRET.sub(lambda found: f"{found[1]}{found[2] or ''}{found[3] or found[4]}…{found[2] or ''}", text)
 
 
 class AlertConfig(Spec):
