@@ -3,8 +3,11 @@
 import contextlib
 import json
 import signal
+import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +23,7 @@ from shoal.spec.run_paths import RunPaths
 from shoal.storage.locks import locked
 from shoal.web.serve import WebServer
 from tests.jobs.past_run import call_verb, write_run
+from tests.net.certificate_authority import CertificateAuthority, needs_openssl
 
 
 @contextlib.contextmanager
@@ -97,6 +101,54 @@ def test_the_page_of_a_queue_ends_with_it(tmp_path, end):
         daemon.stdout.close()
 
 
+@needs_openssl
+def test_off_loopback_it_speaks_tls_only(tmp_path):
+    """A real certificate: who believes its authority gets the page, and the cookie goes over TLS only."""
+    runs = tmp_path / "runs"
+    write_run(runs / "mlp-1")
+    place = CertificateAuthority(tmp_path / "authority").issue("training.example")
+    server = WebServer(runs, listen="127.0.0.1:0", tls=place, names=("training.example",), say=lambda line: None)
+    thread = threading.Thread(target=server.run_in_thread)
+    thread.start()
+    try:
+        link, port = server.link(), server._listener.getsockname()[1]
+        assert link.startswith(f"https://training.example:{port}/#code=")
+        body = json.dumps({"secret": link.partition("code=")[2]})
+        sent = f"POST /api/v1/session HTTP/1.1\r\nHost: training.example:{port}\r\nConnection: close\r\n"
+        sent += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+        context = ssl.create_default_context(cafile=str(place / "ca.pem"))
+        context.check_hostname = False  # these certificates have no names of hosts
+        answer = exchange(port, sent, context).lower()
+        assert answer.startswith("http/1.1 200")
+        assert f"set-cookie: __host-shoal-{port}=" in answer
+        assert "; secure" in answer
+        assert not exchange(port, sent, None).startswith("HTTP/1.1 2")
+        for untrusting in (ssl.create_default_context(), old_tls()):
+            with pytest.raises(ssl.SSLError):
+                exchange(port, sent, untrusting)
+    finally:
+        server.stop()
+        thread.join()
+
+
+def old_tls():
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+    return context
+
+
+def exchange(port, sent, context):
+    """What the server answers; '' if it closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as plain:
+        connection = plain if context is None else context.wrap_socket(plain, server_hostname="training.example")
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent.encode())
+            return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+    return ""
+
+
 def test_the_server_starts_without_torch_numpy_and_the_driver(tmp_path):
     code = (
         "import sys; import shoal.cli, shoal.web.serve; from pathlib import Path;"
@@ -126,6 +178,8 @@ def test_user_mistakes_have_codes(tmp_path, capsys, monkeypatch):
         (["web", "--runs", tmp_path, "--listen", "192.0.2.1:1", "--tls", tmp_path], "SH619"),
         (["tokens", "--create", "x", "--role", "root", "--runs", tmp_path], "SH676"),
         (["tokens", "--revoke", "x", "--runs", tmp_path], "SH676"),
+        (["tokens", "--create", "x", "--only", "", "--runs", tmp_path], "SH676"),
+        (["tokens", "--create", "x", "--only", " , ", "--runs", tmp_path], "SH676"),
         (["trash", "--restore", "x", "--runs", tmp_path], "SH671"),
         (["gc", "--apply", "../../x", "--runs", tmp_path], "SH674"),
     ):
@@ -145,6 +199,8 @@ def test_tokens_of_a_verb(tmp_path, capsys, monkeypatch):
     assert TokenFile(tmp_path).find(token.strip()).role == "operate"
     call_verb(capsys, monkeypatch, "tokens", "--revoke", "ci", "--runs", tmp_path)
     assert TokenFile(tmp_path).find(token.strip()) is None
+    token = call_verb(capsys, monkeypatch, "tokens", "--create", "g", "--only", "a-1, b-1", "--runs", tmp_path)[1]
+    assert TokenFile(tmp_path).find(token.strip()).runs == {"a-1", "b-1"}
 
 
 def test_a_file_opens_without_a_server(tmp_path, capsys, monkeypatch):

@@ -49,21 +49,24 @@ def web(
 def tokens(
     make: Annotated[str, typer.Option("--create", help="Make a token with this name.", show_default=False)] = "",
     role: Annotated[str, typer.Option(help="read, operate or submit; machine for `shoal offer`.")] = "read",
-    only: Annotated[str, typer.Option(help="Only these runs: a,b", show_default=False)] = "",
+    only: Annotated[str | None, typer.Option(help="Only these runs: a,b", show_default=False)] = None,
     days: Annotated[float, typer.Option(min=0, help="It expires after so many days; 0: never.")] = 30,
     revoke: Annotated[str, typer.Option(help="Revoke the token with this name.", show_default=False)] = "",
     runs: Runs = RUNS,
     as_json: AsJson = False,
 ) -> None:
     """List, make and revoke tokens of the web page, its API and the queue. A token is shown once."""
+    from shoal.errors import error
     from shoal.jobs.queue.access_tokens import TokenFile
     from shoal.terminal import access_reports
 
     file = TokenFile(runs)
     if make:
+        named = [one.strip() for one in (only or "").split(",") if one.strip()]
+        if only is not None and not named:  # as an empty variable of a shell: it must not mean all
+            raise error("SH676", "no run is named", where="--only", fix="Name runs, or leave --only out for all.")
         until = time.time() + days * DAY_S if days else None
-        token = file.create(make, role=role, runs=[one for one in only.split(",") if one], expires_t=until)
-        print(token)
+        print(file.create(make, role=role, runs=named, expires_t=until))
     elif revoke:
         file.revoke(revoke)
     else:
