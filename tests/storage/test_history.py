@@ -6,6 +6,7 @@ import pytest
 from shoal.events import Event
 from shoal.events.stream import format_event
 from shoal.spec.run_paths import RunPaths
+from shoal.storage import history
 from shoal.storage.history import RunHistory
 
 
@@ -82,6 +83,17 @@ def test_a_file_saves_the_work_and_gives_the_same(paths):
     again.catch_up()
     paths.history.unlink()
     assert snapshot(again) == snapshot(read(paths))
+
+
+def test_a_disk_that_is_nearly_full_is_left_to_the_run(paths, monkeypatch):
+    monkeypatch.setattr(history, "MIN_FREE_BYTES", 1 << 62)
+    whole = read(paths)
+    whole.save()
+    assert not paths.history.exists()
+    assert snapshot(read(paths)) == snapshot(whole)
+    monkeypatch.undo()
+    whole.save()
+    assert paths.history.exists()
 
 
 def test_a_step_that_comes_again_counts_once(paths):

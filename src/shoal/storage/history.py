@@ -31,6 +31,8 @@ VERSION = 3
 MAX_MARKS = 2000
 MIN_NEW_BYTES = 1 << 20
 """Bytes that a reader must have folded before it writes the file again."""
+MIN_FREE_BYTES = 256 << 20
+"""The file is not written if it would leave less than this: the run needs the disk more."""
 MAX_HEADER_BYTES = 1 << 26
 MARKED_KINDS = frozenset({
     "run_started", "view", "worker_died", "server_died", "evicted", "left", "server_left", "resumed", "saved",
@@ -176,6 +178,8 @@ class RunHistory:
     def save(self) -> None:
         """Write the file. A directory that cannot be written is not an error."""
         self._saved_offset = self._reader.offset
+        if not self._has_room():
+            return
         temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         with contextlib.suppress(OSError):
             with open_content(self._paths.events) as stream:
@@ -189,6 +193,12 @@ class RunHistory:
                 temporary.replace(self._file)
             finally:
                 temporary.unlink(missing_ok=True)
+
+    def _has_room(self) -> bool:
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(self._paths.root)
+            return disk.f_bavail * disk.f_frsize > self.size_bytes + MIN_FREE_BYTES
+        return False
 
     def _columns(self) -> Iterator[array[Any]]:
         for series in self.series.values():
