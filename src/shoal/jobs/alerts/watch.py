@@ -47,7 +47,10 @@ class RunWatch:
                 self._stream.emit("note", message=told)
                 self._tell(self._judge.memory(event["worker"], told, now))
         if event.kind in ("worker_died", "left"):
-            self._memory.forget(event.get("worker", event.who))
+            worker = event.get("worker", event.who)
+            used = self._memory.forget(worker)
+            if used and event.get("reason", "").startswith("SIGKILL"):
+                self._stream.emit("note", message=f"{worker} was killed: when it told last, {used}")
 
     def tick(self, state: RunState) -> None:
         for problem in self._sender.take_failures():
