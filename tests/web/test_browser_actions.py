@@ -20,6 +20,7 @@ from shoal.web.single_file import export_html
 from tests.jobs.past_run import TOLD, write_run
 from tests.web.browser import Page, chromium
 from tests.web.live_run import serving, state_of, training, wait_until
+from tests.web.test_api import append, step
 from tests.web.test_browser import ADDRESSES, TABS, with_deaths
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(not chromium(), reason="there is no Chromium")]
@@ -59,6 +60,14 @@ def charts(page):
     """What the curves say of themselves."""
     page.locator(".plot canvas").first.wait_for()
     return page.locator(".plot").evaluate_all("all => all.map((one) => one.getAttribute('aria-label'))")
+
+
+def zoom(page, first, last):
+    """By the fields: by keyboard, and on a phone."""
+    page.get_by_label("From step").fill(str(first))
+    page.get_by_label("To step").fill(str(last))
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name=f"Steps {first} to {last}: show all").wait_for()
 
 
 def test_the_list_is_sorted_grouped_selected_and_extended(browser, past):
@@ -144,6 +153,20 @@ def test_curves_have_axes_marks_plan_and_alert(browser, past):
     page.locator(".plot canvas").first.wait_for()
     assert page.get_by_label("over time").is_checked()
     assert page.get_by_label("logarithmic").is_checked()
+    assert one.failures == []
+
+
+def test_a_range_of_steps_is_typed(browser, past):
+    one = Page(browser, viewport={"width": 360, "height": 720})
+    page = one.log_in(past)
+    page.goto(f"{past.url}/#/run/mlp-1")
+    assert "at step 60" in charts(page)[0]
+    zoom(page, 10, 20)
+    page.wait_for_function("() => document.querySelector('.plot').getAttribute('aria-label').includes('at step 20')")
+    assert "from=10" in page.url
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.get_by_role("button", name="show all").click()
+    page.wait_for_function("() => document.querySelector('.plot').getAttribute('aria-label').includes('at step 60')")
     assert one.failures == []
 
 
@@ -239,7 +262,7 @@ def test_a_reader_has_no_buttons_that_change_anything(browser, past):
         page.goto(f"{past.url}/{address}")
         page.locator("main table, main canvas").first.wait_for()
         names = page.locator("main").get_by_role("button").all_inner_texts()
-        assert not [name for name in names if not re.search(r"[↑↓]|show all", name)], (address, names)
+        assert not [name for name in names if not re.search(r"[↑↓]|show all|Zoom", name)], (address, names)
         assert page.get_by_role("link", name=re.compile("Model|Submit again")).count() == 0
     assert one.failures == []
 
@@ -320,6 +343,10 @@ def test_a_compacted_run_opens_from_disk_without_a_network(browser, tmp_path):
         one.page.locator("#part").get_by_text(sign).first.wait_for()
         assert one.page.evaluate("document.documentElement.scrollWidth") <= 360, tab
     assert one.page.get_by_role("button", name=re.compile("Delete|Stop|Tag|Compact")).count() == 0
+    one.page.get_by_role("tab", name="Curves").click()
+    zoom(one.page, 10, 20)
+    assert "loss is" in charts(one.page)[0]
+    assert all("at step 20" in told or "no points here" in told for told in charts(one.page))
     assert one.failures == []
     assert {address.split(":")[0] for address in one.asked} <= {"file", "data"}
 
@@ -368,6 +395,43 @@ def test_a_live_run_is_looked_into(browser, tmp_path):
         page.get_by_role("tab", name="Timeline").click()
         page.get_by_text(re.compile(r"worker died")).first.wait_for()
         assert one.failures == []
+
+
+def test_a_comparison_of_runs_that_train_is_live(browser, past):
+    for name in ("on-1", "on-2"):
+        write_run(past.site.runs / name, TOLD[:64])
+    one = Page(browser, **DESK)
+    page = one.log_in(past)
+    with page.expect_response(re.compile("/stream")):
+        page.goto(f"{past.url}/#/compare?runs=on-1,on-2")
+    page.get_by_text("is not known yet").wait_for()
+    assert "on-2 is 0.03833 at step 60" in charts(page)[0]
+    append(RunPaths(past.site.runs / "on-2"), step(61, 9.0))
+    page.wait_for_function(
+        "() => document.querySelector('.plot').getAttribute('aria-label').includes('on-2 is 9 at step 61')"
+    )
+    assert one.failures == []
+
+
+def test_a_page_tells_that_its_server_is_away_and_that_another_does_not_know_it(browser, tmp_path):
+    """The page of a run is not shown on as if it were live."""
+    runs = tmp_path / "runs"
+    write_run(runs / "mlp-1")
+    one = Page(browser, **DESK)
+    with serving(runs) as server:
+        address = server.url
+        page = one.log_in(server)
+        with page.expect_response(re.compile("/stream")):
+            page.goto(f"{address}/#/run/mlp-1")
+        page.locator(".plot canvas").first.wait_for()
+    page.get_by_role("alert").get_by_text("does not answer").wait_for()
+    with serving(runs, listen=address.removeprefix("http://")) as server:
+        page.get_by_role("alert").get_by_text("a token is needed").wait_for()
+        page.evaluate("link => { location.href = link; }", server.link())
+        page.locator("table.runs a").first.wait_for()
+        page.get_by_role("link", name="mlp-1").click()
+        page.locator(".plot canvas").first.wait_for()
+        assert page.get_by_role("alert").count() == 0
 
 
 def test_a_page_follows_a_run_that_is_deleted_and_one_that_comes(browser, past):

@@ -3,7 +3,8 @@ const kept = new Map(); // path -> {tag, value}: an answer that has not changed 
 
 export class Problem extends Error {
   constructor(fields, status) {
-    super(fields.title || `the server answers ${status}`);
+    const wrong = (fields.fields || []).map((one) => `${one.field}: ${one.message}`).join("; ");
+    super((fields.title || `the server answers ${status}`) + (wrong ? ` (${wrong})` : ""));
     Object.assign(this, { fix: "", code: "" }, fields, { status });
   }
 }
@@ -51,24 +52,32 @@ export async function act(path, body) {
   return found.result;
 }
 
-// New rows of runs, as they come; returns a function that ends it. Nothing is asked for while the page is hidden.
-export function follow(run, offset, onRows) {
+const REOPEN_MS = 3000;
+
+// New rows of a run, or of several with commas between, as they come; returns a function that ends it. Nothing is asked
+// for while the page is hidden; afterwards a single run goes on where it was.
+// `onBreak`: the server is away, or refuses (the browser does not ask again after a refusal, this function does).
+export function follow(runs, offset, onRows, onBreak = () => {}) {
   let source = null;
   let position = offset;
+  let timer = null;
   const open = () => {
-    source = new EventSource(`/api/v1/stream?runs=${encodeURIComponent(run)}&after=${position}`);
+    source = new EventSource(`/api/v1/stream?runs=${encodeURIComponent(runs)}&after=${position}`);
     source.onmessage = (message) => {
       const found = JSON.parse(message.data);
-      position = found.offset;
+      if (found.run === runs) position = found.offset;
       onRows(found);
     };
+    source.onerror = () => {
+      onBreak();
+      if (source?.readyState === EventSource.CLOSED) { close(); timer = setTimeout(onVisible, REOPEN_MS); }
+    };
   };
-  const onVisible = () => {
-    if (document.hidden) { source?.close(); source = null; } else if (!source) open();
-  };
+  const close = () => { clearTimeout(timer); source?.close(); source = null; };
+  const onVisible = () => { if (document.hidden) close(); else if (!source) open(); };
   document.addEventListener("visibilitychange", onVisible);
   onVisible();
-  return () => { document.removeEventListener("visibilitychange", onVisible); source?.close(); };
+  return () => { document.removeEventListener("visibilitychange", onVisible); close(); };
 }
 
 export const runPath = (run) => `runs/${encodeURIComponent(run)}`;

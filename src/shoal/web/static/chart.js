@@ -82,7 +82,7 @@ export function Chart({ title, lines, byTime = false, log = false, onZoom = null
   const last = lines.length === 1 ? lines[0].last.at(-1) : null;
   return html`<figure class="chart"><figcaption><b>${title}</b> ${last !== null && html`<span class="now">${number(last)}</span>`}
     <span class="reading"></span>${lines.some((line) => line.marks?.length) && html`<span class="warn">NaN or infinite at the red marks</span>`}</figcaption>
-    <div ref=${box} class="plot" role="img" aria-label=${`${title}: ${lines.map((line) => `${line.label} is ${number(line.last.at(-1))} at step ${line.step.at(-1)}`).join(", ")}`}></div></figure>`;
+    <div ref=${box} class="plot" role="img" aria-label=${`${title}: ${lines.map((line) => (line.step.length ? `${line.label} is ${number(line.last.at(-1))} at step ${line.step.at(-1)}` : `${line.label} has no points here`)).join(", ")}`}></div></figure>`;
 }
 
 export function toLine(label, page, byTime = false) {

@@ -1,22 +1,26 @@
 // Runs side by side: overlaid curves, what differs, and whether they have the same bits.
 import { useEffect, useMemo, useState } from "./vendor/hooks.js";
-import { get, runPath } from "./api.js";
+import { follow, get, runPath } from "./api.js";
 import { html, ErrorBox, number, useAnswer } from "./show.js";
 import { change, link } from "./route.js";
 import { Chart, COLOURS, toLine } from "./chart.js";
 import { Parallel } from "./parallel.js";
+
+const LIVE_MS = 3000;
 
 export function Compare({ query }) {
   const names = (query.runs || "").split(",").filter(Boolean);
   const [typed, setTyped] = useState(names.join(" "));
   const all = query.all === "1"; // in the address, as every view
   const key = names.join(",");
-  const { value, problem } = useAnswer(async () => (names.length ? get(`compare?runs=${encodeURIComponent(key)}`) : null), key);
+  const [live, setLive] = useState(false); // not all of them have finished
+  const { value, problem } = useAnswer(async () => (names.length ? get(`compare?runs=${encodeURIComponent(key)}`) : null), `${key} ${live}`, live ? LIVE_MS : 0);
+  useEffect(() => setLive(value?.same_bits === null), [value]);
   return html`<div class="bar"><h1>Compare</h1><form class="grow" onSubmit=${(e) => { e.preventDefault(); change({ runs: typed.split(/[\s,]+/).filter(Boolean).join(",") }); }}>
       <input class="filter" aria-label="Runs to compare" placeholder="names of runs" value=${typed} onInput=${(e) => setTyped(e.target.value)} /> <button>Show</button></form></div>
     <${ErrorBox} problem=${problem} />
     ${!names.length && html`<p class="empty">Select runs in the list (key x), then Compare (key c); or write their names.</p>`}
-    ${value && html`<${Verdict} value=${value} /><${Overlay} names=${value.runs} />
+    ${value && html`<${Verdict} value=${value} /><${Overlay} names=${value.runs} live=${live} />
       ${value.runs.length > 1 && html`<${Parallel} value=${value} />`}
       <div class="bar"><h2>${all ? "Everything" : "What differs"}</h2><label class="check"><input type="checkbox" checked=${all} onChange=${() => change({ all: all ? "" : "1" })} />all fields</label></div>
       <div class="scroll"><table class="diff"><thead><tr><th></th>${value.runs.map((run, n) => html`<th><span class="dot c${n % 10}" aria-hidden="true"></span><a href=${link("run", run)}>${run}</a></th>`)}</tr></thead>
@@ -32,23 +36,34 @@ function Verdict({ value }) {
   return html`<p class="proof">Not all of them have finished: whether the weights are the same is not known yet.${parted}</p>`;
 }
 
-function Overlay({ names }) {
+function Overlay({ names, live }) {
   const [found, setFound] = useState([]);
   const [problem, setProblem] = useState(null);
+  const key = names.join(",");
   useEffect(() => {
     let over = false;
-    (async () => {
-      const points = Math.max(100, Math.min(500, Math.floor(10000 / names.length)));
-      const pages = [];
-      for (const name of names) {
-        try { pages.push([name, await get(`${runPath(name)}/series?points=${points}`)]); } catch (one) { setProblem(one); }
+    const points = Math.max(100, Math.min(500, Math.floor(10000 / names.length)));
+    const pages = new Map();
+    const shown = () => setFound(names.filter((name) => pages.has(name)).map((name) => [name, pages.get(name)]));
+    const load = async (asked) => {
+      for (const name of asked) {
+        try { pages.set(name, await get(`${runPath(name)}/series?points=${points}`)); setProblem(null); } catch (one) { setProblem(one); }
         if (over) return;
-        if (pages.length % 10 === 0) setFound([...pages]);
+        if (pages.size % 10 === 0) shown();
       }
-      setFound([...pages]);
-    })();
-    return () => { over = true; };
-  }, [names.join(",")]);
+      shown();
+    };
+    const changed = new Set(); // runs with new rows: only they are asked for again
+    let busy = load(names).then(() => { busy = null; });
+    const timer = live && setInterval(() => {
+      if (busy || !changed.size) return;
+      const asked = [...changed];
+      changed.clear();
+      busy = load(asked).then(() => { busy = null; });
+    }, LIVE_MS);
+    const end = live ? follow(key, "", ({ run, rows }) => { if (rows.length) changed.add(run); }) : () => {};
+    return () => { over = true; clearInterval(timer); end(); };
+  }, [key, live]);
   const charts = useMemo(() => {
     const series = [...new Set(found.flatMap(([, list]) => list.names))].filter((name) => name !== "samples/s" && name !== "lr");
     return series.map((title) => [title, found.flatMap(([name, list]) => list.series.filter((one) => one.name === title).map((one) => toLine(name, one)))]);

@@ -14,6 +14,7 @@ export function Disk({ me }) {
   const may = me.role !== "read";
   if (!value) return html`<${ErrorBox} problem=${problem} />`;
   const done = (text) => { setSaid(text); refresh(); };
+  const shares = value.rows.some((row) => row.shared_bytes);
   const drop = (run) => ask({ title: `Delete the checkpoints of ${run}?`, danger: true, button: "Move to the trash", label: `Type ${run} to confirm`, must: run,
     text: "The model, the curves and the receipt stay. A run that has not finished cannot be resumed without checkpoints.",
     action: async (typed) => { await act(`runs/${encodeURIComponent(run)}/delete`, { confirm: typed, part: "checkpoints" }); done(`the checkpoints of ${run} are in the trash`); } });
@@ -31,8 +32,8 @@ export function Disk({ me }) {
     <p class="said" role="status">${said}</p>
     ${may && html`<${Cleanup} ask=${ask} done=${done} />`}
     <h2>Runs</h2>
-    <div class="scroll"><table><thead><tr><th>run</th><th>deleting frees</th><th>files</th>${PARTS.map((part) => html`<th>${part}</th>`)}<th></th></tr></thead>
-      <tbody>${value.rows.map((row) => html`<tr><td><a href=${link("run", row.run)}>${row.run}</a></td><td class="n">${size(row.freed_bytes)}</td><td class="n">${row.files}</td>
+    <div class="scroll"><table><thead><tr><th>run</th><th>deleting frees</th>${shares && html`<th title="files that have another name elsewhere">shared</th>`}<th>files</th>${PARTS.map((part) => html`<th>${part}</th>`)}<th></th></tr></thead>
+      <tbody>${value.rows.map((row) => html`<tr><td><a href=${link("run", row.run)}>${row.run}</a></td><td class="n">${size(row.freed_bytes)}</td>${shares && html`<td class="n">${row.shared_bytes ? size(row.shared_bytes) : "–"}</td>`}<td class="n">${row.files}</td>
         ${PARTS.map((part) => html`<td class="n">${row.parts[part] ? size(row.parts[part]) : "–"}</td>`)}
         <td>${may && row.may_drop && html`<button onClick=${() => drop(row.run)}>Drop checkpoints</button>`}</td></tr>`)}</tbody></table></div>
     <div class="bar"><h2>Trash</h2>${may && value.trash.length > 0 && html`<button class="danger" onClick=${empty}>Empty</button>`}</div>

@@ -8,9 +8,20 @@ export class Problem extends Error {
   constructor(fields, status) { super(fields.title); Object.assign(this, { fix: "", code: "" }, fields, { status }); }
 }
 
+// The points of a series in a range of steps, which a server would answer.
+function zoomed(page, from, to) {
+  const kept = page.step.flatMap((step, n) => (step >= from && step <= to ? [n] : []));
+  const columns = ["step", "t", "last", "least", "most"].map((name) => [name, page[name].length ? kept.map((n) => page[name][n]) : []]);
+  return { ...page, ...Object.fromEntries(columns), not_finite: page.not_finite.filter((step) => step >= from && step <= to) };
+}
+
 export async function get(path) {
-  const name = path.split("?")[0].replace(/^run/, "");
-  if (name in data.answers) return data.answers[name];
+  const [place, query = ""] = path.split("?");
+  const name = place.replace(/^run/, "");
+  const found = data.answers[name];
+  const asked = new URLSearchParams(query);
+  if (asked.has("from")) return { ...found, series: found.series.map((page) => zoomed(page, Number(asked.get("from")), Number(asked.get("to")))) };
+  if (found !== undefined) return found;
   throw new Problem({ title: "This is not in the file.", fix: "Open the run with shoal web." }, 404);
 }
 

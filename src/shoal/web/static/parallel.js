@@ -6,12 +6,18 @@ import { html, number } from "./show.js";
 const HEIGHT = 200;
 const MAX_AXES = 12;
 
+const LOG_RATIO = 100; // values over such a range, as of a learning rate, are told apart on a logarithmic axis only
+
 function axesOf(value) {
-  return value.differs.filter((name) => value.fields[name].filter((cell) => typeof cell === "number").length > 1).slice(0, MAX_AXES)
+  const axes = value.differs.filter((name) => value.fields[name].filter((cell) => typeof cell === "number").length > 1).slice(0, MAX_AXES)
     .map((name) => {
       const numbers = value.fields[name].filter((cell) => typeof cell === "number");
-      return { name: name.replace(/^job /, ""), cells: value.fields[name], least: Math.min(...numbers), most: Math.max(...numbers) };
+      const least = Math.min(...numbers), most = Math.max(...numbers);
+      return { path: name.replace(/^job /, "").split("."), cells: value.fields[name], least, most, scale: least > 0 && most / least >= LOG_RATIO ? Math.log : (x) => x };
     }).filter((axis) => axis.most > axis.least);
+  const last = axes.map((axis) => axis.path.at(-1));
+  const short = ({ path }) => path.slice(last.filter((one) => one === path.at(-1)).length > 1 ? -2 : -1).join(".");
+  return axes.map((axis) => ({ ...axis, name: short(axis) + (axis.scale === Math.log ? " (log)" : "") }));
 }
 
 function draw(canvas, axes, runs) {
@@ -23,7 +29,8 @@ function draw(canvas, axes, runs) {
   ctx.scale(ratio, ratio);
   ctx.font = "12px system-ui";
   const x = (n) => 40 + (n * (width - 80)) / Math.max(axes.length - 1, 1);
-  const y = (axis, cell) => 34 + (HEIGHT - 60) * (1 - (cell - axis.least) / (axis.most - axis.least));
+  const share = ({ scale, least, most }, cell) => (scale(cell) - scale(least)) / (scale(most) - scale(least));
+  const y = (axis, cell) => 34 + (HEIGHT - 60) * (1 - share(axis, cell));
   const dim = getComputedStyle(document.documentElement).getPropertyValue("--dim");
   runs.forEach((_, run) => {
     ctx.strokeStyle = COLOURS[run % COLOURS.length];

@@ -1,7 +1,7 @@
 // The queue: what runs, what waits and why; submit, cancel, release, priority.
 import { useState } from "./vendor/hooks.js";
 import { act, get } from "./api.js";
-import { html, ErrorBox, Status, useAnswer, useDialog, when } from "./show.js";
+import { html, ErrorBox, Status, told, useAnswer, useDialog, when } from "./show.js";
 import { change, link } from "./route.js";
 
 const LIVE_MS = 2000;
@@ -30,7 +30,7 @@ export function Queue({ name, query, me }) {
     ${value && value.rows.length > 0 && html`<div class="scroll"><table><thead><tr><th>id</th><th>job</th><th>user</th><th>priority</th><th>state</th><th>workers</th><th>run</th><th>why</th><th></th></tr></thead>
       <tbody>${value.rows.map((one) => html`<tr key=${one.id}><td class="n"><a href=${link("queue", String(one.id))}>${one.id}</a></td><td>${one.name}</td><td>${one.user}</td><td class="n">${one.priority}</td>
         <td><${Status} status=${one.state} /></td><td class="n">${one.state === "running" ? `${one.workers} of ` : ""}${one.least === one.most ? one.most : `${one.least}..${one.most}`}</td>
-        <td>${one.run && html`<a href=${link("run", one.run)}>${one.run}</a>`}</td><td>${one.why}</td>
+        <td>${one.run && html`<a href=${link("run", one.run)}>${one.run}</a>`}</td><td>${told(one.why)}</td>
         <td class="acts">${may("operate") && LIVE.includes(one.state) && html`<button onClick=${() => reorder(one)}>Priority</button> <button class="danger" onClick=${() => cancel(one)}>Cancel</button>`}
           ${may("submit") && ["held", "failed"].includes(one.state) && html` <button onClick=${() => release(one)}>Release</button>`}</td></tr>`)}</tbody></table></div>`}
     ${value && value.total > value.rows.length && html`<button onClick=${() => change({ limit: Math.min(limit * 4, 5000) })}>More: ${value.rows.length} of ${value.total} are shown</button>`}${dialog}`;
@@ -62,7 +62,7 @@ function Entry({ number }) {
   return html`<div class="bar"><h1>Job ${number} of the queue</h1>${value && html`<${Status} status=${value.entry.state} />`}<span class="actions"><a class="button" href=${link("queue")}>Queue</a></span></div>
     <${ErrorBox} problem=${problem} />
     ${value && html`<p>${value.entry.name}, of ${value.entry.user}, ${value.entry.attempts} ${value.entry.attempts === 1 ? "attempt" : "attempts"}${value.entry.run && html`, run <a href=${link("run", value.entry.run)}>${value.entry.run}</a>`}</p>
-      ${value.entry.why && html`<p class="proof">${value.entry.why}</p>`}
+      ${value.entry.why && html`<p class="proof">${told(value.entry.why)}</p>`}
       <div class="scroll"><table><thead><tr><th>when</th><th>state</th><th>workers</th><th>why</th></tr></thead>
-        <tbody>${value.history.map((row) => html`<tr><td class="n">${when(row.t)}</td><td><${Status} status=${row.state} /></td><td class="n">${row.workers || ""}</td><td>${row.reason}</td></tr>`)}</tbody></table></div>`}`;
+        <tbody>${value.history.map((row) => html`<tr><td class="n">${when(row.t)}</td><td><${Status} status=${row.state} /></td><td class="n">${row.workers || ""}</td><td>${told(row.reason)}</td></tr>`)}</tbody></table></div>`}`;
 }

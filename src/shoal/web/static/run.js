@@ -12,6 +12,9 @@ const REFETCH_POINTS = 400; // points appended by events before the curves are a
 const STEP_S = "step s/"; // series of planned runs
 const LIVE = ["training", "starting"];
 
+// A trial is steered by its search alone.
+const maySteer = (run, me, name) => LIVE.includes(run.status) && me.role !== "read" && !name.includes("~trial-");
+
 export function Run({ name, query, me }) {
   const tab = query.tab || "curves";
   const { value: run, problem, refresh } = useAnswer(() => get(runPath(name)), name);
@@ -23,7 +26,7 @@ export function Run({ name, query, me }) {
     return follow(name, offset, ({ rows }) => {
       setFresh((old) => ({ rows, n: old.n + 1 }));
       if (!soon.current) soon.current = setTimeout(() => { soon.current = null; refresh(); }, rows.some((row) => row.kind !== "step") ? 300 : 1000);
-    });
+    }, refresh);
   }, [name, offset !== null]);
   useEffect(() => {
     const pressed = (event) => {
@@ -108,7 +111,7 @@ function Head({ run, me, refresh, name }) {
       <div><dt>training loss</dt><dd>${number(run.loss)}</dd></div>
       ${Object.entries(run.metrics).slice(0, 4).map(([key, value]) => html`<div><dt>${run.folds.length || key.includes("/") ? key : `validation ${key}`}</dt><dd>${number(value)}</dd></div>`)}
       ${live && html`<div><dt>samples/s</dt><dd>${count(Number(run.samples_per_s) || 0)}</dd></div><div><dt>left</dt><dd>${seconds(run.eta_s)}</dd></div>`}
-      <div><dt>workers</dt><dd>${run.workers.filter((one) => one.state === "training").length || run.workers.length}</dd></div>
+      <div><dt>workers</dt><dd>${run.workers.filter((one) => one.state === "training").length || run.peak_workers}</dd></div>
       <div><dt>deaths</dt><dd>${run.deaths}</dd></div>
     </dl>
     <p class="said" role="status">${said}</p>${run.damage && html`<p class="warn">${run.damage}</p>`}${dialog}`;
@@ -173,14 +176,20 @@ function Curves({ name, run, fresh, query }) {
     else setPages(copies);
   }, [fresh.n]);
   const zoom = (from, to) => { if (!byTime) { setRange([from, to]); change({ from: Math.floor(from), to: Math.ceil(to) }); } };
+  const typed = (event) => { // by keyboard, and on a phone
+    event.preventDefault();
+    const [from, to] = ["from", "to"].map((one) => Number(event.target.elements[one].value));
+    if (to > from) { setRange([from, to]); change({ from, to }); }
+  };
   const reset = () => { setRange(null); change({ from: "", to: "" }); };
   const lines = useMemo(() => (pages || []).filter((page) => !page.name.startsWith(STEP_S)).map((page) => [page, [toLine(page.name, page, byTime)]]), [pages, byTime]);
   const truth = useMemo(() => planLines(pages || [], byTime), [pages, byTime]);
   return html`<${ErrorBox} problem=${problem} /><div class="bar">
       <label class="check"><input type="checkbox" checked=${byTime} onChange=${() => change({ x: byTime ? "" : "time" })} />over time</label>
       <label class="check"><input type="checkbox" checked=${log} onChange=${() => change({ log: log ? "" : "1" })} />logarithmic</label>
-      ${range && html`<button onClick=${reset}>Steps ${Math.floor(range[0])} to ${Math.ceil(range[1])}: show all</button>`}
-      <span class="hint">Drag to zoom. Bands reach from the least to the greatest value: no peak is left out.</span></div>
+      ${range ? html`<button onClick=${reset}>Steps ${Math.floor(range[0])} to ${Math.ceil(range[1])}: show all</button>`
+        : html`<form class="check" onSubmit=${typed}>steps <input type="number" name="from" min="0" aria-label="From step" required /> to <input type="number" name="to" min="1" aria-label="To step" required /> <button>Zoom</button></form>`}
+      <span class="hint">Or drag in a chart. Bands reach from the least to the greatest value: no peak is left out.</span></div>
     <div class="charts">${lines.map(([page, one]) => html`<${Chart} key=${page.name} title=${page.name} lines=${one} byTime=${byTime}
       log=${log && page.last.every((v) => v === null || v > 0)} onZoom=${zoom} onReset=${reset} />`)}
       ${truth.length > 0 && html`<${Chart} key="plan" title="seconds per step: the plan and the truth" lines=${truth} byTime=${byTime} log=${log} onZoom=${zoom} onReset=${reset} />`}</div>
@@ -192,8 +201,14 @@ function Curves({ name, run, fresh, query }) {
 
 function Workers({ run, me, name, refresh }) {
   const [dialog, ask] = useDialog();
-  const drain = (who) => ask({ title: `Let ${who} leave?`, text: "Its lanes move to the others first; nothing is lost, and it is not replaced.", button: "Drain",
+  const live = maySteer(run, me, name);
+  const runs = LIVE.includes(run.status);
+  const drain = (who) => ask({ title: `Let ${who} leave?`, button: "Drain",
+    text: who.startsWith("server") ? "The others take over its parts first; nothing is lost, and it is not replaced." : "Its lanes move to the others first; nothing is lost, and it is not replaced.",
     action: async () => { await act(`${runPath(name)}/drain`, { who }); refresh(); } });
+  const scaleServers = () => ask({ title: "How many servers?", text: "Parts of the weights move to new servers while the run trains.", label: "Servers", button: "Scale servers",
+    value: String(run.servers.filter((one) => one.state === "serving").length || 1),
+    action: async (typed) => { await act(`${runPath(name)}/scale`, { servers: Number(typed) || 0 }); refresh(); } });
   const [stacks, setStacks] = useState(null);
   const look = async () => {
     setStacks({ busy: true, processes: [] });
@@ -207,23 +222,25 @@ function Workers({ run, me, name, refresh }) {
     <tbody>${run.workers.map((one) => html`<tr key=${one.name}><td><span class="dot c${place.get(one.name) % 10}" aria-hidden="true"></span>
         <a href=${link("run", name, { tab: "logs", log: `${one.name}.log` })}>${one.name}</a>${one.saves && one.state === "training" ? " (saves)" : ""}</td>
       <td><${Status} status=${one.state} />${one.holds_back > 0.15 && html` <span class="warn">holds the others back: they need ${Math.round(100 * one.holds_back)} % less</span>`}</td>
-      <td>${one.lanes.join(" ")}</td><td class="n">${one.step}</td><td class="n">${count(one.samples)}</td><td class="n">${number(one.samples_per_s)}</td><${Usage} usage=${one.usage} /><td>${one.host}</td>
-      <td>${one.state === "training" && me.role !== "read" && html`<button onClick=${() => drain(one.name)}>Drain</button>`}</td></tr>`)}</tbody></table></div>
-    ${run.servers.length > 0 && html`<h2>Servers</h2><div class="scroll"><table><thead><tr><th>server</th><th>state</th><th>primary bytes</th><th>backup bytes</th><th>host</th></tr></thead>
-      <tbody>${run.servers.map((one) => html`<tr><td>${one.name}</td><td>${one.state}</td><td class="n">${count(one.primary_bytes)}</td><td class="n">${count(one.backup_bytes)}</td><td>${one.host}</td></tr>`)}</tbody></table></div>`}
-    ${LIVE.includes(run.status) && me.role !== "read" && html`<div class="bar"><h2>Stacks</h2><button onClick=${look} disabled=${stacks?.busy}>${stacks?.busy ? "…" : "Where is every thread now?"}</button></div>`}
+      <td>${one.lanes.join(" ")}</td><td class="n">${one.step}</td><td class="n">${count(one.samples)}</td><td class="n">${runs ? number(one.samples_per_s) : "–"}</td><${Usage} usage=${one.usage} now=${runs} /><td>${one.host}</td>
+      <td>${live && one.state === "training" && html`<button onClick=${() => drain(one.name)}>Drain</button>`}</td></tr>`)}</tbody></table></div>
+    ${run.servers.length > 0 && html`<div class="bar"><h2>Servers</h2>${live && html`<button onClick=${scaleServers}>Scale servers</button>`}</div>
+      <div class="scroll"><table><thead><tr><th>server</th><th>state</th><th>primary</th><th>backup</th><th>host</th><th></th></tr></thead>
+      <tbody>${run.servers.map((one) => html`<tr key=${one.name}><td><a href=${link("run", name, { tab: "logs", log: `${one.name}.log` })}>${one.name}</a></td><td><${Status} status=${one.state} /></td><td class="n">${size(one.primary_bytes)}</td><td class="n">${size(one.backup_bytes)}</td><td>${one.host}</td>
+        <td>${live && one.state === "serving" && html`<button onClick=${() => drain(one.name)}>Drain</button>`}</td></tr>`)}</tbody></table></div>`}
+    ${live && html`<div class="bar"><h2>Stacks</h2><button onClick=${look} disabled=${stacks?.busy}>${stacks?.busy ? "…" : "Where is every thread now?"}</button></div>`}
     ${stacks && html`<${ErrorBox} problem=${stacks.problem} />${stacks.processes.map((one) => html`<h3>${one.who}, process ${one.pid} on ${one.host}</h3>
       ${one.problem ? html`<p class="warn">${one.problem}</p>` : html`<pre class="log" tabindex="0">${one.text}</pre>`}`)}`}
     <${Profiles} run=${run} me=${me} name=${name} />${dialog}`;
 }
 
-// The last sample of what a worker uses, every two seconds.
-function Usage({ usage }) {
+// The last sample of what a worker uses, every two seconds. Of a run that has ended, only its memory says something.
+function Usage({ usage, now }) {
   if (!("rss_bytes" in usage)) return html`<td class="n">–</td><td class="n">–</td><td class="n">–</td>`;
   const total = usage.rss_bytes + usage.room_bytes;
-  return html`<td class="n">${number(usage.cpu)}</td>
+  return html`<td class="n">${now ? number(usage.cpu) : "–"}</td>
     <td class="n"><meter max=${total || 1} high=${0.95 * total} value=${usage.rss_bytes} aria-label="memory"></meter> ${size(usage.rss_bytes)} of ${size(total)}${"device_bytes" in usage ? html`<br />GPU ${size(usage.device_bytes)} of ${size(usage.device_total_bytes)}` : ""}</td>
-    <td class="n">${size(usage.net_bytes_s)}/s</td>`;
+    <td class="n">${now ? `${size(usage.net_bytes_s)}/s` : "–"}</td>`;
 }
 
 // Profiles of some steps: made on the live run, kept afterwards.
@@ -236,7 +253,7 @@ function Profiles({ run, me, name }) {
     setState({ busy: true, problem: null });
     try { await act(`${runPath(name)}/profile`, { steps: Number(steps) }); setState({ busy: false, problem: null }); refresh(); } catch (one) { setState({ busy: false, problem: one }); }
   };
-  const live = LIVE.includes(run.status) && me.role !== "read";
+  const live = maySteer(run, me, name);
   if (problem?.status === 404 || (!live && !value?.length)) return null;
   return html`<div class="bar"><h2>Profiles</h2>${live && html`<form onSubmit=${make}><label class="check"><input type="number" min="1" max="200" value=${steps} onInput=${(e) => setSteps(e.target.value)} />steps</label>
       <button disabled=${state.busy}>${state.busy ? "…" : "Profile"}</button></form>`}</div><${ErrorBox} problem=${state.problem || problem} />

@@ -52,9 +52,12 @@ export function metricsText(metrics, most = 3) {
 export const Status = ({ status }) =>
   html`<span class="status ${String(status).replace(/[^a-z]/g, "-")}"><i aria-hidden="true"></i>${status}</span>`;
 
+// Commands in a sentence stand between backticks.
+export const told = (text) => String(text ?? "").split("`").map((part, n) => (n % 2 ? html`<code>${part}</code>` : part));
+
 export function ErrorBox({ problem }) {
-  return problem && html`<div class="error" role="alert"><b>${problem.code} ${problem.message}</b>
-    ${problem.fix && html`<div>${problem.fix}</div>`}</div>`;
+  return problem && html`<div class="error" role="alert"><b>${problem.code} ${told(problem.message)}</b>
+    ${problem.fix && html`<div>${told(problem.fix)}</div>`}</div>`;
 }
 
 // The value of an asynchronous function, again every `every` ms while the page is visible.
