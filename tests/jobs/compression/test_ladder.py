@@ -220,6 +220,27 @@ def test_a_latency_that_is_lost_in_the_spread_is_no_gain():
     assert (rows["int8"].kept, rows["int8"].why) == (False, "neither smaller nor faster")
 
 
+@pytest.mark.parametrize(("small", "large", "met"), [(0.4, 0.4, True), (0.4, 0.6, False), (0.6, 0.4, False)])
+def test_a_latency_must_hold_for_small_and_large_batches(small, large, met):
+    workshop = Scripted()
+
+    def time(models):
+        found = {"base": (1.0, 1.0), "eager": (1.0, 1.0), "made": (small, large)}
+        return [
+            Latency(name=name, seconds={1: one, 64: many}, ratios={1: exactly(one), 64: exactly(many)})
+            for name, (one, many) in found.items()
+        ]
+
+    workshop.time = time
+    ladder, _ = climb(workshop, steps=["int8"], target={"latency": 0.5}, max_drop=0.01)
+    assert ladder.chosen.artefact.path == "model.onnx"
+    assert ladder.done == met
+
+
+def exactly(ratio):
+    return Ratio(median=ratio, low=ratio, high=ratio)
+
+
 def test_fewer_bits_until_the_drop_is_too_large():
     def drop(made):
         return 0.1 if has(made, "pack", bits=2) else 0.0
