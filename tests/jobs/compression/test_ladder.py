@@ -260,7 +260,7 @@ def test_too_few_weights_take_it_back_to_the_middle():
     assert rows["11.0% of the weights + 4 bits, packed"].kept  # the middle of 15 and 8 %
 
 
-@pytest.mark.parametrize(("code", "goes_on"), [("SH662", True), ("SH401", True), ("SH603", False)])
+@pytest.mark.parametrize(("code", "goes_on"), [("SH662", True), ("SH401", True), ("SH403", True), ("SH603", False)])
 def test_what_a_model_does_not_allow_is_told_and_what_ends_everything_ends_it(code, goes_on):
     workshop = Scripted()
 
