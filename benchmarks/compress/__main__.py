@@ -21,7 +21,7 @@ from benchmarks.compress import shrinking
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_executor
 from shoal.jobs.compression.compress import CompressRequest, compress
-from shoal.jobs.fork_servers import make_fork_server
+from shoal.jobs.fork_servers import make_fork_server, modules_to_preload
 from shoal.spec.compression.config import CompressConfig
 from shoal.spec.compression.measured import CompressionReport
 from shoal.spec.job import Job
@@ -48,6 +48,8 @@ class Trial:
         return 128 if self.data == "mnist" else 32
 
 
+PROBES = "shoal.train.compression.actions"
+"""What the processes of a compression import, besides what workers do."""
 PROXIMAL = {"name": "shoal.compression:ProximalAdam", "args": {"lr": 0.002, "shrink": 1.0}}
 TRIALS = {
     "digits-lossless": Trial("Digits", 60, {"steps": ["lossless"]}, PROXIMAL, data="digits"),
@@ -168,8 +170,13 @@ def measure(name: str, trial: Trial, data: dict[str, Any], seed: int) -> dict[st
 @contextlib.contextmanager
 def trained(name: str, trial: Trial, data: dict[str, Any], seed: int) -> Iterator[tuple[RunPaths, ForkServer]]:
     """The parent of a row: the same weights for the same seed."""
-    with tempfile.TemporaryDirectory(prefix="shoal-compress-") as scratch, make_fork_server(1) as fork_server:
-        result = run_executor.run(job_of(name, trial, data, seed), runs=Path(scratch), fork_server=fork_server)
+    job = job_of(name, trial, data, seed)
+    modules = [*modules_to_preload(job), PROBES]
+    with (
+        tempfile.TemporaryDirectory(prefix="shoal-compress-") as scratch,
+        make_fork_server(1, modules=modules) as fork_server,
+    ):
+        result = run_executor.run(job, runs=Path(scratch), fork_server=fork_server)
         if result.error:
             raise result.error
         yield result.paths, fork_server

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,7 +93,7 @@ class Trackio:
         """Each call has committed what it wrote."""
 
 
-WRITERS = {"tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
+WRITERS: dict[str, Callable[[Path], Writer]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
 
 
 def write_all(writer: Writer, *, runs: int, points: int, until_s: float) -> tuple[int, int]:

@@ -166,10 +166,11 @@ def test_bad_words_on_the_command_line(command, job_dir, words, said):
 
 
 def test_a_target_that_cannot_be_met_leaves_the_best_that_was_found(run, command, job_dir, fork_server, monkeypatch):
-    parent = run(PARENT)
+    """What is asked for stands in the job."""
+    parent = run(PARENT | {"compress": {"steps": ["lossless"], "target": {"size": "10%"}}})
     before = digests(parent.paths.root)
     monkeypatch.setattr(ForkServerPool, "get", lambda *_, **__: fork_server)
-    code, printed = command("compress", parent.paths.name, "--lossless", "--target", "size<10%")
+    code, printed = command("compress", parent.paths.name)
     assert code == 6
     assert "SH663" in printed.err
     assert "It does not meet the targets" in " ".join(printed.out.split())
@@ -177,6 +178,16 @@ def test_a_target_that_cannot_be_met_leaves_the_best_that_was_found(run, command
     report = read_report(job_dir / "runs" / "parent-compressed-1" / "compression.json")
     assert (report.chosen, report.targets_met) == ("lossless", False)
     assert api.load(job_dir / "runs" / "parent-compressed-1")[0].out_features == 12
+
+
+def test_options_replace_fields_of_the_section(job_dir):
+    section = {"target": {"size": "30%", "latency": "40%"}, "max_drop": "2%", "steps": ["prune"], "tune": {"epochs": 7}}
+    config = make_job(PARENT | {"compress": section}, base_dir=str(job_dir)).compress
+    assert compress_verb._config(config, [], "", lossless=False) == config
+    assert (config.target.size, config.target.latency, config.max_drop, config.rungs) == (0.3, 0.4, 0.02, ("prune",))
+    changed = compress_verb._config(config, ["size<10%"], "1%", lossless=True)
+    assert (changed.target.size, changed.target.latency, changed.max_drop) == (0.1, None, 0.01)
+    assert (changed.rungs, changed.tune.epochs) == (("lossless",), 7)
 
 
 def test_a_file_that_is_no_recipe(command, job_dir):

@@ -15,7 +15,7 @@ from shoal.spec.compression.steps import parse_indices
 from shoal.spec.job import WorkersConfig
 from shoal.spec.load import load_run_job
 from tests.conftest import GPT
-from tests.jobs.compression.conftest import PARENT
+from tests.jobs.compression.conftest import PARENT, accuracy_of_file, digests
 
 UNUSED = "equal on the training samples"
 TWO = WorkersConfig(least=2, most=2)
@@ -39,6 +39,9 @@ def replayed(job_dir, fork_server):
         chosen = next(row for row in made.report.rungs if row.name == made.report.chosen)
         assert chosen.artefact.size_bytes == file.stat().st_size
         assert chosen.artefact.sha256 == recipe.artefact_sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+        if chosen.quality.metric == "accuracy":
+            for judged in filter(None, (chosen.quality, made.report.test)):
+                assert judged.value == accuracy_of_file(made, file, judged.part), "it is not the file that was judged"
         return file, recipe
 
     return go
@@ -171,6 +174,32 @@ def test_neurons_that_a_run_shrinks_are_removed_with_a_proof(run, compressed, jo
     assert max(row.certificate.difference_points, row.certificate.difference_float64) < 1e-9
     left = api.load(made.paths.root)[0].out_features
     assert left < 28, "half of the neurons are dead from the start, and of the others some were shrunk"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("Branching", "SH662: ONNX export failed: "), ("without_runtime", "SH664: onnxruntime cannot be imported: ")],
+)
+def test_what_cannot_be_exported_or_run_is_named_and_the_best_that_was_found_is_written(
+    run, compressed, replayed, name, said
+):
+    for library in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(library, reason="the extra compress is not installed")
+    parent = run(parent_of(name), steps=200)
+    before = digests(parent.paths.root)
+    made = compressed(parent, steps=["lossless", "int8", "low_bits"], target={"size": "1%"}, **QUICK)
+    rows = {row.name: row for row in made.report.rungs}
+    for rung in ("runtime: onnx float32", "int8"):
+        assert rows[rung].why.startswith(said)
+        assert not rows[rung].kept
+    assert rows["lossless"].kept == (name == "without_runtime")
+    assert name != "Branching" or "cannot be traced" in rows["lossless"].why
+    assert made.report.chosen.endswith("bits")
+    assert not made.report.targets_met
+    assert digests(parent.paths.root) == before
+    file, _ = replayed(parent, made)
+    assert file.name == "model.packed"
 
 
 RESIDUAL = PARENT | {

@@ -113,6 +113,8 @@ class _Scorer:
             typical = fmean(self._labels) or 1.0
             pairs = zip(self._scores, self._labels, strict=True)
             self._scores = [score * (labels / typical) if labels else 0.0 for score, labels in pairs]
+        if not math.isfinite(whole):
+            raise error("SH403", f"'{self._metric}' over all samples is {whole}", where="best.metric")
         mean = fmean(self._scores)
         if not abs(mean - whole) <= TOLERANCE * max(1.0, abs(whole)):
             message = f"'{self._metric}' is {whole:.4g}, and its mean over samples is {mean:.4g}"
