@@ -80,7 +80,7 @@ ERRORS = {
         job("OwnLoss", inputs="named", loss="model", outputs=2), "SH713", "outputs",
         r"target int64 \[8\] from 0 to 2: .* for 0 to 1", "num_labels",
     ),
-    "labels of words": (job(labels="words"), "SH402", "loss", "a target list", "names.index(label)"),
+    "labels of words": (job(labels="words"), "SH402", "loss", "a target tuple", "names.index(label)"),
     "nothing returned": (job("ReturnsNothing"), "SH402", "loss", "output NoneType", "end with `return`"),
     "a failure that nobody knows": (job("Fails"), "SH401", "fails", "ValueError: never; the batch is float32", "model"),
     "numbers for a metric of classes": (
