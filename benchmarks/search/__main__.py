@@ -71,7 +71,8 @@ def _simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _price(options: argparse.Namespace) -> list[dict[str, Any]]:
     tables = load_tables(options.tables)[: options.most]
-    return [row for workers in options.workers for row in price(tables, workers=workers, seeds=options.seeds)]
+    asked = {"seeds": options.seeds, "lanes": options.lanes}
+    return [row for workers in options.workers for row in price(tables, workers=workers, **asked)]
 
 
 def _disk(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -95,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--warm", type=int, default=0, help="Shoal begins with the best rows of so many other tables")
     cost = parts.add_parser("price", help="work done in reproducible order against the order of the clock")
     cost.add_argument("--workers", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    cost.add_argument("--lanes", type=int, default=LANES, help="workers that one trial can use")
     cost.add_argument("--most", type=int, help="number of tables; all without it")
     room = parts.add_parser("disk", help="work that is done twice if few checkpoints of paused trials are kept")
     room.add_argument("--share", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="of the paused trials")
