@@ -1,5 +1,5 @@
 """`python -m benchmarks.search simulate`, `price` and `disk`: searches on tables of learning curves. `decisions`: how
-long deciding takes. `overhead`, `race`, `kills` and `price_real`: real trainings."""
+long deciding takes. `overhead`, `race` and `price_real`: real trainings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from benchmarks.search.workers import LANES
 REAL = {
     "decisions": "processor time of a decision at 50 to 1000 trials",
     "overhead": "seconds per trial beyond its training, beside Optuna and Ray Tune",
-    "kills": "the same search on 1 to 4 workers, and under kill -9 of its processes",
     "race": "the best value over time on MNIST, beside Optuna and Ray Tune, with kills",
     "price_real": "wall time in reproducible order against the order of the clock",
 }
