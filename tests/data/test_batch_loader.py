@@ -428,10 +428,10 @@ def test_loaders_do_not_hold_the_lock_of_their_workers_seat(tmp_path):
     held = open_lock_file(lock)
     fcntl.flock(held, fcntl.LOCK_EX)
     batch_loader = BatchLoader(
-        PythonDatasetSource(Noisy()), StubSampler(), seed=0, lanes=LANES, loader=LoaderConfig(workers=2)
+        PythonDatasetSource(Noisy()), StubSampler(), seed=0, lanes=LANES, loader=LoaderConfig(workers=1)
     )
     batch_loader.set_lanes(range(LANES), 0)
-    assert batch_loader.get(0, 0) is not None
+    assert batch_loader.get(0, 0) is not None  # so its only loader has begun
     assert find_orphans(RunPaths(tmp_path)) == []  # locked, and without the number of a process
     assert lock.exists()
     held.close()

@@ -36,9 +36,11 @@ SMALL = MLP | {"steps": 24, "evaluate": {"every_steps": 8}}
 
 
 def agents_of(process):
-    return [
-        one for one in process.children(recursive=True) if "shoal.fleet.agents.host_agent" in " ".join(one.cmdline())
-    ]
+    found = []
+    for one in process.children(recursive=True):
+        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):  # it has ended
+            found += [one] if "shoal.fleet.agents.host_agent" in " ".join(one.cmdline()) else []
+    return found
 
 
 def open_files_below(pid, root):

@@ -14,7 +14,7 @@ from rich.console import Console
 from shoal.events import Event, replay
 from shoal.jobs.search.journal import StartedRow
 from shoal.jobs.search.search_dir import create
-from shoal.plan.search.make import objectives
+from shoal.jobs.search.table import Judge
 from shoal.spec.run_paths import RunPaths
 from shoal.terminal.live import LiveDisplay
 from shoal.terminal.reports import print_runs
@@ -145,7 +145,7 @@ def test_a_search_has_a_line_for_each_trial(width, tmp_path):
     head, *lines = console.file.getvalue().splitlines()
     assert head.split()[:2] == ["trial", "accuracy"]
     assert head.split()[-1] == "values"
-    assert len(lines) == min(len(progress.table.ranked(objectives(job)[0])), MAX_TRIALS_SHOWN)
+    assert len(lines) == min(len(Judge.of(job).ranked(progress.table)), MAX_TRIALS_SHOWN)
     assert all(line.split()[0].isdigit() for line in lines), lines
     assert ("workers" in head) == (width > 40)
 

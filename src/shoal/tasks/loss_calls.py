@@ -41,15 +41,17 @@ class ExplainedLoss:
 
 def look_at_loss_calls(task: Task, model: nn.Module, batch: Batch) -> list[str]:
     """What the user must know about the calls of torch's losses that the task makes for this batch. What fails here is
-    not told: the batch is not augmented, so the first step may do well."""
-    state, calls = copy.deepcopy(task.state()), LossCalls(model)
-    with contextlib.suppress(Exception), calls:
-        if task.has_phases:
-            list(task.step(model, batch))
-        else:
-            task.loss(model, batch)
-    if state is not None:
-        task.load_state(state)
+    not told: the batch is not augmented, so the first step may do well; and a state that cannot be had is told where it
+    is needed."""
+    calls = LossCalls(model)
+    with contextlib.suppress(Exception):
+        state = copy.deepcopy(task.state())
+        try:
+            with calls:
+                _ = list(task.step(model, batch)) if task.has_phases else task.loss(model, batch)
+        finally:
+            if state is not None:
+                task.load_state(state)
     if task.carries:
         task.carry = {}
     return calls.notes
