@@ -26,14 +26,16 @@ JOB = Path(__file__).with_name("rival_job.py")
 
 def command(rival: str, directory: Path, *, address: str) -> list[str]:
     """Two workers. torchrun has both on one node; srun has one on each of two nodes."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=10"]
+    # agents count restarts apart from each other, and find addresses of dead workers in a store that they share: then
+    # most restarts hang
+    torchrun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run"]
+    torchrun += ["--max-restarts=10"]
     if rival == "torchrun":
         return [*torchrun, "--standalone", "--nproc-per-node=2", str(JOB), str(directory)]
     if rival == "srun torchrun":
         rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_port()}"]
         steps = ["srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--cpu-bind=none", "--kill-on-bad-exit=0"]
-        # agents count restarts apart from each other, and find addresses of dead workers in a store that they share
-        return [*steps, "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *torchrun, *rendezvous, str(JOB), str(directory)]
+        return [*steps, *torchrun, *rendezvous, str(JOB), str(directory)]
     return [sys.executable, "-m", "benchmarks.engines.ray_train_job", address, str(directory)]
 
 
