@@ -24,6 +24,7 @@ FINISHED = {
     "stopped": "",
     "platform": {"machine": "x86_64"},
     "metrics": {"accuracy": 0.9},
+    "export_s": 0.25,
 }
 
 
@@ -64,7 +65,7 @@ EXPECTED = {
     "steps": 10, "epochs": 2.5, "samples_seen": 500,
     "parameters": 650, "workers": 2, "lanes": 4, "starts": 1, "deaths_survived": 1, "redone": 0, "servers": 0,
     "views": 1, "stopped": "", "compute_s": 2.0, "data_s": 1.0, "exchange_s": 0.5, "waiting_s": 0.5, "saving_s": 0.125,
-    "startup_s": 4.0, "recovery_s": 0.0, "checking_s": 0.0, "other_s": 5.375, "worker_s": 13.5,
+    "startup_s": 4.0, "recovery_s": 0.0, "checking_s": 0.0, "export_s": 0.25, "other_s": 5.125, "worker_s": 13.5,
     "total_s": 10.5, "training_after_s": 3.0,
     "samples_per_s": 250.0, "bytes_sent": 2000, "bytes_plain": 8000, "bytes_saved": 77,
     "metrics": {"accuracy": 0.9}, "platform": {"machine": "x86_64"}, "weights_sha256": "w" * 64,

@@ -13,12 +13,12 @@ from shoal.events.checks import Number, make_check
 from shoal.events.event import Event, kind_name
 from shoal.events.state_parts import Curve, LostResidual, Pace, RunFacts, ServerSummary, WorkerSummary
 
-FOLD_VERSION = 5
+FOLD_VERSION = 6
 """Increased when the same events give a different state than before. Snapshots of an earlier version are ignored."""
 MAX_NOTES = 256
 TIME_FIELDS = ("data_s", "compute_s", "exchange_s", "waiting_s", "saving_s", "evaluation_s", "recovery_s")
 """The times in the rows of steps."""
-WORKER_TIMES = ("startup_s", *TIME_FIELDS, "checking_s")
+WORKER_TIMES = ("startup_s", *TIME_FIELDS, "checking_s", "export_s")
 """What workers spend their time on. No second counts twice."""
 
 
@@ -489,6 +489,7 @@ def _left(state: RunState, event: Event, left: schema.LeftEvent) -> None:
 def _finished(state: RunState, event: Event, finished: schema.FinishedEvent) -> None:
     state.result, state.step = dict(event.fields), event.step or 0
     state.metrics |= finished.metrics
+    state.times["export_s"] += finished.export_s
     for worker in state.training_workers:
         worker.seen_at(event.t)  # the others wait for the one that finishes
     state.worker(event.who).state = "finished"

@@ -498,6 +498,7 @@ class FinishedEvent(NamedTuple):
     metrics: Mapping[str, Number]
     stopped: Annotated[str, "why before the last step, if it was"]
     platform: Mapping[str, str]
+    export_s: Annotated[float, "the time in which the model was exported"] = 0.0
 
 
 @_kind

@@ -119,6 +119,7 @@ class Receipt(Spec):
     evaluation_s: float = 0.0
     recovery_s: float = 0.0
     checking_s: float = 0.0
+    export_s: float = 0.0
     other_s: float = 0.0
     worker_s: float = 0.0
     total_s: float = 0.0

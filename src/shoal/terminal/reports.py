@@ -31,7 +31,7 @@ MAX_TABLE_ROWS = 500
 _TIME_NAMES = {
     "startup_s": "start-up", "compute_s": "compute", "data_s": "data", "exchange_s": "exchange",
     "waiting_s": "waiting", "saving_s": "saving", "evaluation_s": "evaluation", "recovery_s": "recovery",
-    "checking_s": "checking", "other_s": "other",
+    "checking_s": "checking", "export_s": "export", "other_s": "other",
 }  # fmt: skip
 _EXACT = {True: "yes", False: "no", None: "not checked"}
 

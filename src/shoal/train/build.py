@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -248,7 +249,7 @@ def conclude_run(
     built: BuiltJob, output: RunOutput, progress: Progress, store: CheckpointStore, final: FinalModel
 ) -> None:
     """Export the model, wait for the last save, and report `finished`. May be repeated after a crash."""
-    job, reporter = built.job, progress.reporter
+    job, reporter, began = built.job, progress.reporter, time.perf_counter()
     info = {
         "job": job.dump(),
         "step": progress.step,
@@ -266,6 +267,7 @@ def conclude_run(
         info=info,
     )
     output.publish_model()
+    exported_s = time.perf_counter() - began
     store.wait()
     reporter.report(
         "finished",
@@ -281,6 +283,7 @@ def conclude_run(
             "torch": torch.__version__,
             "cpu": torch.backends.cpu.get_cpu_capability(),
         },
+        export_s=round(exported_s, 6),
     )
 
 

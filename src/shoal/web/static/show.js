@@ -9,6 +9,7 @@ export const KINDS = {
   compute_s: ["compute", "#2a9d8f"], data_s: ["data", "#8ab17d"], exchange_s: ["exchange", "#e9c46a"],
   waiting_s: ["waiting", "#c9ccd1"], saving_s: ["saving", "#457b9d"], evaluation_s: ["evaluation", "#9d6bb5"],
   recovery_s: ["recovery", "#e76f51"], startup_s: ["start-up", "#8d99ae"], checking_s: ["checking", "#b5838d"],
+  export_s: ["export", "#6a994e"],
 };
 
 export function number(value) {
