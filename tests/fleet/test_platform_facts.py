@@ -2,7 +2,7 @@
 
 import sys
 
-from shoal.fleet.platform_facts import describe_difference, platform_facts
+from shoal.fleet.platform_facts import describe_difference, platform_facts, processor_maker
 
 
 def test_the_facts_of_this_process():
@@ -22,3 +22,15 @@ def test_a_package_that_one_machine_lacks_is_no_difference_but_torch_is():
     one = {"torch": "2.13.0", "numpy": "2.1.0", "pandas": "3.0"}
     assert describe_difference(one, {"torch": "2.13.0", "numpy": "2.1.0"}) == ""
     assert describe_difference(one, {"numpy": "2.1.0", "pandas": "3.0"}) == "torch 2.13.0 and missing"
+
+
+def test_processors_of_another_maker_differ(tmp_path):
+    """They may have the same instructions, and MKL still chooses other kernels."""
+    (tmp_path / "intel").write_text("processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Xeon\n")
+    (tmp_path / "arm").write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
+    assert processor_maker(tmp_path / "intel") == "GenuineIntel"
+    assert processor_maker(tmp_path / "arm") == "0x41"
+    assert processor_maker(tmp_path / "none") == ""
+    facts = platform_facts()
+    assert facts["maker"] == processor_maker()
+    assert describe_difference(facts, facts | {"maker": "another"}) == f"maker {facts['maker']} and another"

@@ -1,5 +1,6 @@
 """Workers that come from elsewhere: another process, another directory, the same bits."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -123,20 +124,43 @@ def test_a_job_that_cannot_be_built_here_is_told_and_the_run_goes_on(
     assert it.outcome.result().error is None
 
 
+@contextlib.contextmanager
+def frozen(fork_server):
+    """It starts nothing, as a cluster that has no machine yet."""
+    os.kill(fork_server._process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(fork_server._process.pid, signal.SIGCONT)
+
+
 @pytest.mark.long
-def test_a_machine_that_would_compute_other_bits_is_told_and_the_run_goes_on(run, copied_job_dir):
+@pytest.mark.parametrize("order", ["after the first worker", "before any worker"])
+def test_a_machine_that_would_compute_other_bits_is_told_and_the_run_goes_on(run, copied_job_dir, fork_server, order):
     """torch uses older instructions there, as on another processor."""
-    with background_run(run, MLP, **ENDLESS) as it:
-        it.wait_for_workers(1)
+    comes_first = order == "before any worker"
+    with contextlib.ExitStack() as no_worker_starts, background_run(run, MLP, **ENDLESS) as it:
+        if comes_first:
+            no_worker_starts.enter_context(frozen(fork_server))
+        else:
+            it.wait_for_workers(1)
+        it.wait_until(lambda run_state: any(event.kind == "seats_given" for event in it.events))
         command = [sys.executable, "-c", "from shoal.cli import main; main()", "join", it.address, "--trust-code"]
         environment = os.environ | {"SHOAL_TOKEN": commands.read_token(it.paths), "ATEN_CPU_CAPABILITY": "default"}
-        other = subprocess.run(command, cwd=copied_job_dir, env=environment, capture_output=True, text=True)
+        with subprocess.Popen(
+            command, cwd=copied_job_dir, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as other:
+            it.wait_until(lambda run_state: sum(event.kind == "seats_given" for event in it.events) == 2)
+            no_worker_starts.close()
+            said = other.stdout.read()
         it.wait_until(lambda run_state: any("differ: processor" in note for note in note_lines(run_state)))
-        assert not joined(it.state)
+        it.wait_for_workers(1)
         assert commands.stop(it.paths).status == "stopped"
-    assert other.returncode == 6, other.stdout + other.stderr
-    assert "SH654" in other.stdout + other.stderr
+    assert other.returncode == 6, said
+    assert "SH654" in said
+    assert ("joined run" in said) == comes_first
     assert it.outcome.result().error is None
+    assert all("worker-1" not in (event.get("carries") or ()) for event in it.events if event.kind == "view")
 
 
 @pytest.mark.long

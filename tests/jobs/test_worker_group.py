@@ -365,3 +365,55 @@ def test_usage_becomes_an_event_at_most_once_a_second(training):
     assert len(told) < 50
     training.say(4, "beat", phase="compute", usage=usage | {"cpu": -1.0})  # costs its connection
     assert all(event["worker"] == "worker-3" for event in training.events("usage"))
+
+
+def welcomes(harness, connection):
+    return [fields for to, kind, fields in harness.control.sent if (to, kind) == (connection, "welcome")]
+
+
+def stand(harness, *connections):
+    for connection in connections:
+        harness.say(connection, "standing", view=0, position=None)
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_worker_that_joins_and_would_compute_other_bits_is_told_and_gets_no_view(harness, comes_first):
+    """Whoever comes first: the engine's first worker says what the run computes with."""
+    harness.group.tick()
+    if comes_first:
+        harness.connect(20, seat=None, local=False, platform={"torch": "2.12.0"})
+        assert welcomes(harness, 20)[-1]["platform"] == {}, "nothing is known yet"
+        stand(harness, 20)
+        harness.group.tick()
+    for seat in (3, 4):
+        harness.connect(seat, seat=seat, platform={"torch": "2.13.0"})
+    if not comes_first:
+        harness.connect(20, seat=None, local=False, platform={"torch": "2.12.0"})
+    assert welcomes(harness, 20)[-1]["platform"] == {"torch": "2.13.0"}
+    seat = welcomes(harness, 20)[-1]["seat"]
+    stand(harness, 3, 4, 20)
+    harness.group.tick()
+    assert harness.control.views
+    assert all(20 not in connections for _, connections in harness.control.views)
+    assert seat not in harness.group.membership.members
+    row = {"kind": "failed", "t": 1.0, "who": f"worker-{seat}", "code": "SH654", "message": "m", "where": "", "fix": ""}
+    harness.say(20, "event", row=json.dumps(row))
+    harness.say(20, "bye")
+    harness.say(20, "lost")
+    (note,) = harness.events("note")
+    assert "failed: m" in note["message"]
+    assert harness.group.membership.wanted_workers == 2
+    assert harness.events("worker_died") == []
+
+
+def test_a_worker_that_joins_before_the_first_of_the_engine_trains_if_it_computes_the_same(harness):
+    harness.group.tick()
+    harness.connect(20, seat=None, local=False, platform={"torch": "2.13.0"})
+    for seat in (3, 4):
+        harness.connect(seat, seat=seat, platform={"torch": "2.13.0"})
+    assert len(welcomes(harness, 20)) == 1
+    stand(harness, 3, 4, 20)
+    harness.group.tick()
+    harness.say(3, "standing", view=harness.control.views[-1][0].number, position=0)
+    harness.group.tick()
+    assert sorted(harness.control.views[-1][0].carries) == [3, 4, 5]

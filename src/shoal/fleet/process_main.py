@@ -28,7 +28,7 @@ from shoal.events import EventWriter
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress
 from shoal.fleet.messages import printable
-from shoal.fleet.platform_facts import describe_difference, platform_facts
+from shoal.fleet.platform_facts import describe_difference
 from shoal.fleet.stack_dumps import answer_stack_requests
 from shoal.net.address import parse_address
 from shoal.net.errors import LinkError
@@ -120,12 +120,13 @@ def connect_to_driver(control: ControlClient) -> None:
         raise NotWelcomeError(str(failure)) from failure
 
 
-def require_same_platform(of_run: object) -> None:
-    """SH654 if this process would compute other bits than the run's. Nothing is checked if the run's facts are unknown.
-    They come over the network."""
+def other_bits_error(of_run: object, own: dict[str, str]) -> ShoalError | None:
+    """SH654 if this process, with its `own` facts, would compute other bits than the run's. None if the run's facts are
+    unknown. They come over the network."""
     facts = of_run if isinstance(of_run, dict) else {}
-    if facts and (difference := describe_difference(facts, platform_facts())):
-        raise error("SH654", f"the run and {socket.gethostname()} differ: {printable(difference)}")
+    if not facts or not (difference := describe_difference(facts, own)):
+        return None
+    return error("SH654", f"the run and {socket.gethostname()} differ: {printable(difference)}")
 
 
 @dataclass(frozen=True)

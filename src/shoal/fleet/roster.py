@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.fleet.messages import BeatMessage
@@ -30,7 +30,7 @@ _FIRST_HEARTBEAT = BeatMessage(kind="beat", phase="building")
 class Peer:
     """A connected process: a worker, a server or a client. `managed`: the driver's engine reports its exit.
     `same_host`: the driver can read its state in /proc. `sends_events`: it cannot open the run directory. `nonce`
-    tells it from other processes, also from those with its pid on another machine.
+    tells it from other processes, also from those with its pid on another machine. `platform`: see `platform_facts`.
 
     It stays in the roster after its connection is lost (at `disconnected_at_s`), because it may reconnect.
     """
@@ -42,6 +42,7 @@ class Peer:
     same_host: bool = True
     sends_events: bool = False
     nonce: str = ""
+    platform: Mapping[str, str] = field(default_factory=dict)
     last_heartbeat: BeatMessage = _FIRST_HEARTBEAT
     disconnected_at_s: float | None = None
     said_bye: bool = False

@@ -26,6 +26,7 @@ from shoal.fleet.messages import (
     parse_worker_message,
     printable,
 )
+from shoal.fleet.platform_facts import describe_difference
 from shoal.fleet.remote_inspection import InspectionDesk
 from shoal.fleet.roster import RECONNECT_TIMEOUT_S, START_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.fleet.usage import oom_kills
@@ -217,16 +218,17 @@ class WorkerGroup:
             same_host=address.host_id == host_id(),
             sends_events=attachment.needs_job,
             nonce=hello.nonce,
+            platform=hello.platform,
         )
         self.roster.connect(seat, peer)
         if attachment.managed:
             self._launches.admit(seat)
-            self._platform = self._platform or hello.platform
-        known = seat in self.membership.members
-        training = hello.training and not known
-        self.membership.arrived(seat, attachment, address=address, view=hello.view, training=training)
-        if not attachment.managed:
+            self._learn_platform(hello.platform)
+        else:
             self._agents[seat] = hello.agent
+        if not self._computes_other_bits(seat):
+            training = hello.training and seat not in self.membership.members
+            self.membership.arrived(seat, attachment, address=address, view=hello.view, training=training)
         self._welcome(message.connection, seat, hello)
         if self._server_group:
             if attachment.managed:
@@ -248,7 +250,7 @@ class WorkerGroup:
             return seat
         if attachment.can_save:
             raise ProtocolError("it joined, so it cannot save")
-        joined = sum(not member.managed for member in self.membership.members.values())
+        joined = sum(not self.roster[seat].managed for seat in self.roster)
         if joined >= MAX_WORKERS:
             raise ProtocolError(f"{joined} workers have joined already")
         if hello.seat is not None and proved and self._may_return(hello.seat):
@@ -256,15 +258,34 @@ class WorkerGroup:
             return hello.seat
         return self._take_seats(1)[0]
 
+    def _learn_platform(self, platform: dict[str, str]) -> None:
+        """The first worker of the engine says what the run computes with. Those that joined before it and differ are
+        told, and get no view. They had none: a view needs a worker that can save."""
+        if self._platform or not platform:
+            return
+        self._platform = platform
+        for seat in filter(self._computes_other_bits, self.roster):
+            self.membership.gone(seat)
+            self._send_welcome(seat)
+
+    def _computes_other_bits(self, seat: int) -> bool:
+        """Whether a worker that joined differs from the engine's. It is told, and leaves by itself."""
+        peer = self.roster[seat]
+        differs = self._platform and peer.platform and describe_difference(self._platform, peer.platform)
+        return not peer.managed and bool(differs)
+
     def _may_return(self, seat: int) -> bool:
         """Whether a worker that joined may have its seat back: it was not evicted from it."""
         return seat not in self._engine.running() and not self.roster.is_evicted(seat)
 
+    def _send_welcome(self, seat: int) -> None:
+        peer, key = self.roster[seat], self._control.key(f"worker-{seat}")
+        told = {"job": self._job.dump(), "key": key, "platform": self._platform} if peer.sends_events else {}
+        remote = self._launches.welcome() if peer.managed else {}
+        self._control.send(peer.connection, "welcome", seat=seat, run=self._paths.name, **told, **remote)
+
     def _welcome(self, connection: int, seat: int, hello: WorkerHello) -> None:
-        key = self._control.key(f"worker-{seat}")
-        joined = {"job": self._job.dump(), "key": key, "platform": self._platform} if hello.attachment.needs_job else {}
-        remote = self._launches.welcome() if hello.attachment.managed else {}
-        self._control.send(connection, "welcome", seat=seat, run=self._paths.name, **joined, **remote)
+        self._send_welcome(seat)
         if self._final_view and self._final_view.number <= hello.view:  # the worker ignores a number below its newest
             self._final_view = self._final_view.model_copy(update={"number": hello.view + 1})
         if newest := self._final_view or self._latest_views.get(seat):

@@ -39,8 +39,8 @@ from shoal.fleet.process_main import (
     connect_to_driver,
     emit_failure,
     hold_seat_lock,
+    other_bits_error,
     own_address,
-    require_same_platform,
     run_reporting_errors,
 )
 from shoal.fleet.remote_inspection import InspectedWorker
@@ -116,7 +116,8 @@ class WorkerSession:
     gives it another seat, `on_view` with each new view, `on_chunk_table` with each new chunk table, and `on_inspect`
     when the driver asks for stacks or a profile. Every driver that welcomes the worker gets its `chunk_boundaries`.
     `agent` is the secret of the agent that started it, and `key` the driver's proof of its seat, both for a worker
-    without the run's directory. `nonce` tells this process from another one in its seat."""
+    without the run's directory. `nonce` tells this process from another one in its seat. `refusal`: why it must not
+    train in this run; a worker that joined may learn that only when the run's engine has its first worker."""
 
     driver_address: Callable[[], DriverAddress | None]
     peers: PeerServices
@@ -128,6 +129,7 @@ class WorkerSession:
     nonce: str = field(default_factory=new_token)
     platform: dict[str, str] = field(default_factory=platform_facts)
     leaving: bool = False
+    refusal: ShoalError | None = None
     on_seat_changed: Callable[[int], None] = lambda seat: None
     on_view: Callable[[View], None] = lambda view: None
     on_chunk_table: Callable[[ChunkTable], None] = lambda table: None
@@ -183,6 +185,11 @@ class WorkerSession:
         if self.seat is not None and seat != self.seat:
             self.on_seat_changed(seat)
         self.seat, self.key = seat, str(fields.get("key", ""))
+        self.refusal = self.refusal or other_bits_error(fields.get("platform"), self.platform)
+
+    def require_no_refusal(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
 
 
 def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: bool = False) -> None:
@@ -230,7 +237,7 @@ def run_remote_worker(
         save_job(job, paths.job)
 
         def work(stream: EventWriter) -> None:
-            require_same_platform(welcome.get("platform"))
+            session.require_no_refusal()
             require_trust(job, trust)
             print(f"joined run {welcome['run']} as worker-{session.seat}", flush=True)
             train(job, DirectoryOutput(paths), session, control, stream)
@@ -364,7 +371,7 @@ def place_chunks(
 def install_leave_handler(session: WorkerSession, control: ControlClient, patience_s: float) -> Callable[[], str]:
     """Returns a function that says why this worker must leave by itself, or ''. On SIGTERM, as spot machines send it,
     the heartbeat tells the driver, which lets the worker leave once other workers hold its state. Without a driver it
-    leaves at once."""
+    leaves at once. The function raises the driver's refusal."""
 
     def terminated(*_: object) -> None:
         session.leaving = True
@@ -373,6 +380,7 @@ def install_leave_handler(session: WorkerSession, control: ControlClient, patien
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def why() -> str:
+        session.require_no_refusal()
         if session.leaving and control.driver_silence_s > 0:
             return "terminated"
         return f"no driver came back in {patience_s:g} s" if control.driver_silence_s > patience_s else ""
