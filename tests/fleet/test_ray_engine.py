@@ -9,12 +9,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from shoal.fleet.engines.make import ray_engine
 from shoal.fleet.forkserver import ForkServer
+from shoal.net.wakeup import Wakeup
 from shoal.spec.engine import RayEngineConfig
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
@@ -114,6 +116,42 @@ def test_a_killed_bridge_leaves_nothing_behind(make, tmp_path):
     assert engine.running() == [1 - one.seat]
     engine.start([launch(5, "0")])
     assert collect_exits(engine, 1) == {5: 0}
+
+
+def test_a_place_that_is_withdrawn_as_its_agent_starts_is_given_back(monkeypatch):
+    """The engine sends SIGTERM, then closes the input. Python may see them in the other order, and a closed input alone
+    is the death of the driver."""
+    import ray
+
+    from shoal.fleet.agents.ray_bridge import Bridge
+
+    class LateSignal(Bridge):
+        def _take_input(self):
+            goes_on = super()._take_input()
+            self._withdrawn.notify()
+            return goes_on
+
+        def _pass_reports(self):
+            pass
+
+    given_back = []
+    keeper = SimpleNamespace(
+        hear=SimpleNamespace(remote=lambda name: None), give_back=SimpleNamespace(remote=given_back.append)
+    )
+    monkeypatch.setattr(ray, "wait", lambda found, timeout: None)
+    closed, end = os.pipe()
+    os.close(end)
+    own_input = os.dup(0)
+    try:
+        os.dup2(closed, 0)
+        bridge = LateSignal(keeper, {"name": "run/1", "attach": False}, 1, Wakeup())
+        bridge._number = 1  # the agent runs, and has not said so
+        bridge.run()
+    finally:
+        os.dup2(own_input, 0)
+        os.close(own_input)
+        os.close(closed)
+    assert given_back == ["run/1"]
 
 
 def test_a_killed_actor_takes_its_agent_along(make, tmp_path):

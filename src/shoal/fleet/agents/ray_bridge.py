@@ -97,10 +97,11 @@ class Bridge:
         while not self._ended.is_set():
             readable, _, _ = select.select(sources, [], [], POLL_S)
             self._progress.clear()
-            if self._withdrawn in readable:
-                break
             if 0 in readable and not self._take_input():
                 sources.remove(0)
+            # asked for again: a signal that came before the end of the input may be seen after it
+            if self._withdrawn in select.select([self._withdrawn], [], [], 0)[0]:
+                break
             if 0 not in sources and not self._told_to_end:  # the driver was killed
                 if self._number is None:
                     break
