@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs the Slurm daemons that `make test-slurm` needs, from Debian's packages. The tests start them themselves, as
-# three nodes on loopback, and never use a cluster that this machine belongs to.
+# three nodes of this machine, and never use a cluster that this machine belongs to.
 set -eu
 PATH="$PATH:/usr/sbin:/sbin"
 if command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v srun >/dev/null && command -v munged >/dev/null

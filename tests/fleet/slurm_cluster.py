@@ -1,4 +1,5 @@
-"""A real slurmctld and three slurmd on this machine, on loopback, with a configuration and a key of their own."""
+"""A real slurmctld and three slurmd on this machine, with a configuration and a key of their own: in a network
+namespace each, or all on loopback."""
 
 import contextlib
 import os
@@ -8,9 +9,12 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+
+from tests.jobs.network_namespaces import THIS_ADDRESS, NamespaceHost, namespace_network
 
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 SLURM = all(shutil.which(name, path=PATH) for name in ("slurmctld", "slurmd", "srun", "munged", "setpriv"))
@@ -21,15 +25,16 @@ ENDED = (
     *("REVOKED", "TIMEOUT"),
 )
 """States of jobs that use nothing any more. Any other is active: one that gets a signal is SIGNALING, and runs."""
+LOOPBACK_ONLY = "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"
 CONFIGURATION = """
 ClusterName=shoal
-SlurmctldHost=localhost(127.0.0.1)
+SlurmctldHost=localhost({controller})
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={munge}/munge.sock,cred_expire=5
-CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+{communication}
 StateSaveLocation={root}/state
 SlurmctldPidFile={root}/run/slurmctld.pid
 SlurmctldLogFile={root}/log/slurmctld.log
@@ -47,18 +52,27 @@ KillWait=5
 ReturnToService=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=n[1-3] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 Boards=1 SocketsPerBoard=1 \
-CoresPerSocket=2 ThreadsPerCore=1 RealMemory=4000
+{nodes}
 PartitionName=batch Nodes=n[1-3] Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
 PartitionName=urgent Nodes=n[1-3] PriorityTier=10 PreemptMode=OFF
 """
 
 
-class SlurmCluster:
-    """`environment` is what `srun` and its friends need to find it."""
+NODE = (
+    "NodeName={name} NodeHostname=localhost NodeAddr={address} Port={port} "
+    "CPUs=2 Boards=1 SocketsPerBoard=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=4000"
+)
 
-    def __init__(self, root: Path) -> None:
+
+class SlurmCluster:
+    """`environment` is what `srun` and its friends need to find it. `hosts` are network namespaces for slurmctld and
+    each of the nodes, on a network that this process is on too; without them all are on loopback."""
+
+    def __init__(self, root: Path, hosts: Sequence[NamespaceHost] = ()) -> None:
         self.root = root
+        self.address = THIS_ADDRESS if hosts else "127.0.0.1"
+        """Where the nodes reach this process."""
+        self.hosts = dict(zip(("slurmctld", *NODES), hosts, strict=True)) if hosts else {}
         # munge runs as a user of its own, to whom other sessions of pytest close its directories
         self._munge = Path(tempfile.mkdtemp(prefix="shoal-munge-"))
         self._munge.chmod(0o711)
@@ -92,7 +106,14 @@ class SlurmCluster:
             time.sleep(0.1)
 
     def start_node(self, name):
-        self._start(f"slurmd.{name}", "slurmd", "-D", "-N", name, "-f", self.environment["SLURM_CONF"])
+        command = ["slurmd", "-D", "-N", name, "-f", self.environment["SLURM_CONF"]]
+        self._start(f"slurmd.{name}", *self._command_on(name, *command))
+
+    def _command_on(self, name, *words):
+        return self.hosts[name].daemon_command(*words) if self.hosts else words
+
+    def _address_of(self, name):
+        return self.hosts[name].address if self.hosts else "127.0.0.1"
 
     def kill_node(self, name):
         """The machine crashes: slurmd, the steps on it, and their processes."""
@@ -104,6 +125,10 @@ class SlurmCluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         daemon.wait()
+
+    def node_of(self, pid):
+        """The node on which a process is, if nodes are namespaces."""
+        return next((name for name, host in self.hosts.items() if pid in host.pids()), "")
 
     def steps(self, node):
         """The slurmstepd processes of a node."""
@@ -120,7 +145,8 @@ class SlurmCluster:
         self._write()
         try:
             self._start_munge()
-            self._start("slurmctld", "slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
+            command = ["slurmctld", "-D", "-f", self.environment["SLURM_CONF"]]
+            self._start("slurmctld", *self._command_on("slurmctld", *command))
             for name in NODES:
                 self.start_node(name)
             self.wait_for(self._is_up, "the nodes are not idle")
@@ -143,8 +169,16 @@ class SlurmCluster:
         for name in ("state", "spool", "run", "log"):
             (self.root / name).mkdir()
         port = free_ports(1 + len(NODES))
+        nodes = [
+            NODE.format(name=name, address=self._address_of(name), port=port + n) for n, name in enumerate(NODES, 1)
+        ]
         text = CONFIGURATION.format(
-            root=self.root, munge=self._munge, port=port, first=port + 1, last=port + len(NODES)
+            root=self.root,
+            munge=self._munge,
+            port=port,
+            controller=self._address_of("slurmctld"),
+            communication="" if self.hosts else LOOPBACK_ONLY,
+            nodes="\n".join(nodes),
         )
         (self.root / "slurm.conf").write_text(text)
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -194,5 +228,16 @@ def free_ports(count):
 
 @contextlib.contextmanager
 def slurm_cluster(root):
+    """On loopback."""
     with SlurmCluster(root).running() as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def slurm_network(root):
+    """Nodes that share nothing with this process and with each other but files and a network."""
+    with (
+        namespace_network(1 + len(NODES), with_this_machine=True) as hosts,
+        SlurmCluster(root, hosts).running() as cluster,
+    ):
         yield cluster

@@ -16,7 +16,7 @@ from shoal.fleet.forkserver import ForkServer
 from shoal.spec.engine import SlurmEngineConfig
 from shoal.spec.run_paths import RunPaths
 from tests.fleet.engine_contract import AgentContract, collect_exits, launch, wait_exits, wait_ready
-from tests.fleet.slurm_cluster import SLURM, slurm_cluster
+from tests.fleet.slurm_cluster import SLURM, slurm_network
 from tests.fleet.test_agent_engine import ENTRY, pids, wait_gone
 
 is_root = os.getuid() == 0
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as made:
+    with slurm_network(tmp_path_factory.mktemp("slurm")) as made:
         yield made
 
 

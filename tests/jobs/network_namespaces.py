@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+THIS_ADDRESS = "10.213.7.254"
+
 
 def ip(*words):
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
@@ -30,6 +32,10 @@ class NamespaceHost:
     def command(self, *words):
         """The command that runs these words on this host."""
         return ["ip", "netns", "exec", self.name, *words]
+
+    def daemon_command(self, *words):
+        """The same for a daemon that looks at /sys/fs/cgroup, which `ip netns exec` hides."""
+        return ["nsenter", f"--net=/var/run/netns/{self.name}", *words]
 
     def pids(self):
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
@@ -59,13 +65,16 @@ class NamespaceHost:
 
 
 @contextlib.contextmanager
-def namespace_network(host_count):
-    """So many hosts. Nothing of them is left afterwards."""
+def namespace_network(host_count, *, with_this_machine=False):
+    """So many hosts. Nothing of them is left afterwards. `with_this_machine`: this process is on their network too, at
+    THIS_ADDRESS."""
     name = f"shl{os.getpid() % 100000}"
     made = []
     try:
         ip("link", "add", name, "type", "bridge")
         ip("link", "set", name, "up")
+        if with_this_machine:
+            ip("addr", "add", f"{THIS_ADDRESS}/24", "dev", name)
         for n in range(1, host_count + 1):
             made.append(NamespaceHost(name, n))
         yield made

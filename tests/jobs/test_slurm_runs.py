@@ -1,4 +1,5 @@
-"""Whole runs over a real Slurm: the same bits as one undisturbed worker. Run by `make test-slurm`."""
+"""Whole runs over a real Slurm, whose nodes are in network namespaces: the same bits as one undisturbed worker. Run by
+`make test-slurm`."""
 
 import contextlib
 import json
@@ -14,9 +15,11 @@ import yaml
 from shoal.events import read_events
 from shoal.spec.run_paths import RunPaths
 from tests.conftest import MLP
-from tests.fleet.slurm_cluster import SLURM, slurm_cluster
+from tests.fleet.engine_contract import agent_above
+from tests.fleet.slurm_cluster import NODES, SLURM, slurm_network
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import assert_same, assert_token_is_hidden, reference_receipt
+from tests.jobs.network_namespaces import THIS_ADDRESS
 from tests.jobs.search.other_engine import assert_same_search
 
 is_root = os.getuid() == 0
@@ -24,14 +27,15 @@ pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(not (SLURM and is_root), reason="needs root and Slurm: tools/install_slurm.sh"),
 ]
-SMALL = MLP | {"steps": 400, "evaluate": {"every_steps": 100}, "checkpoint": {"every": "50 steps"}}
+NETWORK = {"listen": THIS_ADDRESS}
+SMALL = MLP | {"steps": 400, "evaluate": {"every_steps": 100}, "checkpoint": {"every": "50 steps"}, "network": NETWORK}
 LONGER = SMALL | {"steps": 3000}  # ten minutes while steps are slow
 ENGINE = {"kind": "slurm"}
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as made:
+    with slurm_network(tmp_path_factory.mktemp("slurm")) as made:
         yield made
 
 
@@ -54,20 +58,31 @@ def agents(cluster):
     return found
 
 
+def jobs_of(cluster):
+    return {line.split()[0] for line in cluster.active_jobs()}
+
+
 def slow(job_dir):
     """Steps are slow until the file `ready` is there."""
     return [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(job_dir / "ready")}}]
 
 
-def test_the_same_bits_through_a_kill_with_a_job_per_worker(run, job_dir, cluster):
+@pytest.mark.parametrize("killed", ["worker", "agent"])
+def test_the_same_bits_through_a_kill_with_a_job_per_worker(run, job_dir, cluster, killed):
     with background_run(run, LONGER, workers=2, engine=ENGINE, watchers=slow(job_dir)) as it:
         it.wait_for_workers(2)
         logs = [file.read_text(errors="replace") for file in (cluster.root / "log").iterdir()]
         assert_token_is_hidden(it.paths, cluster.run("scontrol", "--details", "show", "job"), *logs)
-        os.kill(it.state.training_workers[-1].pid, signal.SIGKILL)
+        worker = psutil.Process(it.state.training_workers[-1].pid)
+        assert {cluster.node_of(one.pid) for one in it.state.training_workers} <= set(NODES)
+        before = jobs_of(cluster)
+        (worker if killed == "worker" else agent_above(worker)).kill()
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)
-        assert len(cluster.active_jobs()) == 2  # the job of the dead worker is used again
+        assert not worker.is_running()
+        assert (sorted(cluster.active_jobs()) == before) == (killed == "worker"), (
+            "the job of a dead worker is used again"
+        )
         (job_dir / "ready").touch()
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, LONGER))
@@ -75,7 +90,7 @@ def test_the_same_bits_through_a_kill_with_a_job_per_worker(run, job_dir, cluste
 
 
 def test_a_search_on_slurm_decides_and_finds_the_same(job_dir, fork_server, cluster):
-    assert_same_search(ENGINE, job_dir, fork_server)
+    assert_same_search(ENGINE, job_dir, fork_server, network=NETWORK)
 
 
 def test_a_cancelled_job_is_a_planned_leave_and_is_replaced(run, job_dir, cluster):
@@ -100,6 +115,28 @@ def test_a_crashed_node_is_survived_by_the_others(run, job_dir, cluster):
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)
         cluster.start_node(node)
+        (job_dir / "ready").touch()
+    outcome = it.outcome.result()
+    assert_same(outcome, reference_receipt(run, LONGER))
+    assert outcome.receipt.deaths_survived == 1
+
+
+def test_a_node_that_is_cut_off_is_survived_by_the_others(run, job_dir, cluster):
+    """Its worker lives on behind the broken network, is fenced, and ends."""
+    exclusive = ENGINE | {"options": ["--exclusive"]}
+    with background_run(run, LONGER, workers=2, engine=exclusive, watchers=slow(job_dir)) as it:
+        it.wait_for_workers(2)
+        node = cluster.run("squeue", "--noheader", "--format=%N").split()[0]
+        (lost,) = [one for one in it.state.training_workers if cluster.node_of(one.pid) == node]
+        cluster.hosts[node].disconnect()
+        try:
+            it.wait_until(lambda state: state.workers[lost.name].state == "dead")
+            it.wait_for_workers(2)
+            assert psutil.pid_exists(lost.pid), "it was declared dead, and lives"
+        finally:
+            cluster.hosts[node].reconnect()
+        cluster.wait_for(lambda: not psutil.pid_exists(lost.pid), "it trains on")
+        assert lost.name not in [one.name for one in it.state.training_workers]
         (job_dir / "ready").touch()
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, LONGER))
@@ -139,6 +176,9 @@ exec {python} -c 'from shoal.cli import main; main()' {words}
 """
 
 
+OWN = "$(hostname -I)"
+
+
 def submit(cluster, job_dir, words, *, options=""):
     script = job_dir / "job.sh"
     script.write_text(SCRIPT.format(out=job_dir / "out.txt", options=options, python=sys.executable, words=words))
@@ -159,7 +199,7 @@ def test_an_allocation_that_ends_saves_and_stops_and_resume_goes_on(run, job_dir
     job |= {"steps": 3000} if limit else {}  # ten minutes while steps are slow
     (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
     paths = RunPaths(job_dir / "runs" / "mlp-1")
-    number = submit(cluster, job_dir, "run job.yaml --engine slurm", options=limit)
+    number = submit(cluster, job_dir, f"run job.yaml --engine slurm --listen {OWN}", options=limit)
     wait_for_event(cluster, paths, lambda event: event.kind == "step" and event.step >= 3)
     if not limit:
         cluster.run("scancel", "--signal=TERM", number)
@@ -167,7 +207,7 @@ def test_an_allocation_that_ends_saves_and_stops_and_resume_goes_on(run, job_dir
     ended = [event for event in read_events(paths.events) if event.kind == "run_ended"]
     assert [event["status"] for event in ended] == ["terminated"]
     (job_dir / "ready").touch()
-    submit(cluster, job_dir, "resume mlp-1")
+    submit(cluster, job_dir, f"resume mlp-1 --set network.listen={OWN}")
     cluster.wait_for(paths.receipt.exists, (job_dir / "out.txt").read_text())
     receipt = json.loads(paths.receipt.read_text())
     assert receipt["weights_sha256"] == reference_receipt(run, job).weights_sha256

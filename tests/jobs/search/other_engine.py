@@ -10,10 +10,10 @@ from tests.jobs.search.conftest import SMALL
 PROMOTE = {"policy": {"kind": "promote", "sampler": "random", "first": 1}, "budget": "2 trials", "slots": 2}
 
 
-def assert_same_search(engine, job_dir, fork_server):
+def assert_same_search(engine, job_dir, fork_server, **changes):
     """Two trials, of which one at least is paused and goes on."""
     data = copy.deepcopy(SMALL) | {"search": SMALL["search"] | PROMOTE}
-    jobs = {"here": data, "there": data | {"engine": engine}}
+    jobs = {"here": data, "there": data | {"engine": engine} | changes}
     here, there = (
         run_search(make_job(job, base_dir=str(job_dir)), runs=job_dir / name, workers=2, fork_server=fork_server)
         for name, job in jobs.items()
