@@ -52,6 +52,16 @@ class NamespaceHost:
     def reconnect(self):
         ip("link", "set", self._outer, "up")
 
+    def cut_from(self, other):
+        """What they send to each other is lost without a word; both reach all others."""
+        for one, far in ((self, other), (other, self)):
+            nobody = ("lladdr", "02:00:00:00:00:01", "dev", one._inner, "nud", "permanent")
+            ip("-n", one.name, "neigh", "replace", far.address, *nobody)
+
+    def reach_again(self, other):
+        for one, far in ((self, other), (other, self)):
+            ip("-n", one.name, "neigh", "del", far.address, "dev", one._inner)
+
     def end_processes(self):
         """As a crash of the host does."""
         for pid in self.pids():

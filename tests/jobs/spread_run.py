@@ -72,6 +72,9 @@ class SpreadRun:
         last = max(n for n, event in enumerate(events) if event.kind == "view" and event.get("carries"))
         return any(event.kind == "step" for event in events[last:])
 
+    def last_step(self):
+        return max((event.step for event in self.events() if event.kind == "step"), default=0)
+
     def pids(self):
         """Of workers and servers, by name."""
         started = [event for event in self.events() if event.kind in ("worker_started", "server_started")]

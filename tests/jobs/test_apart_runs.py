@@ -25,6 +25,7 @@ from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
 from tests.conftest import CNN, GPT, MLP
 from tests.fleet.slurm_cluster import free_ports
+from tests.fleet.test_notice import MetadataService, service  # noqa: F401
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import assert_same, fault_script, fired_faults, reference_receipt
 from tests.net.recording_proxy import RecordingProxy
@@ -143,6 +144,38 @@ def test_the_loss_of_the_only_agent_is_a_restart_from_the_checkpoint(run, job_di
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, SMALL))
     assert any(event.kind == "resumed" for event in it.events)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["file", "URL"])
+def test_a_notice_to_all_machines_saves_and_stops_and_resume_goes_on(
+    run,
+    resume,
+    job_dir,
+    service,  # noqa: F811
+    monkeypatch,
+    where,
+):
+    """As a cloud tells it: nothing is saved before, and nothing is computed twice."""
+    ready, file = job_dir / "ready", job_dir / "going"
+    slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
+    notice = {"notice": str(file) if where == "file" else f"{service}/going"}
+    job = SMALL | {"steps": 600, "checkpoint": {"every": "never"}}
+    with background_run(run, job, workers=2, engine=TWO_MACHINES | notice, watchers=slow) as it:
+        it.wait_for_workers(2)
+        it.wait_until(lambda state: state.step >= 3)
+        with monkeypatch.context() as patch:
+            file.touch()
+            patch.setitem(MetadataService.answers, "/going", b'{"action": "terminate"}')
+            assert it.outcome.result(300).status == "terminated"
+        file.unlink()
+    stopped_at = it.state.step
+    ready.touch()
+    outcome = resume(it.paths)
+    assert_same(outcome, reference_receipt(run, job))
+    assert outcome.receipt.deaths_survived == 0
+    (resumed,) = [event for event in read_events(it.paths.events) if event.kind == "resumed"]
+    assert resumed.step == stopped_at >= 3
 
 
 def run_cli(*arguments, cwd):

@@ -76,6 +76,20 @@ def test_a_host_that_is_cut_off_is_fenced_also_when_it_comes_back(spread, run):
     assert receipt["deaths_survived"] == 1
 
 
+def test_two_hosts_that_do_not_reach_each_other_are_survived(spread, run):
+    """Both reach the driver. The run goes on while the network is parted."""
+    with spread.driven(LANES):
+        spread.wait_for_workers(2)
+        one, other = spread.hosts[1:]
+        before = spread.last_step()
+        one.cut_from(other)
+        spread.wait_until(lambda events: spread.last_step() > before + 10)
+        one.reach_again(other)
+        spread.wait_for_workers(2)
+        receipt = spread.finish()
+    assert_same(receipt, reference_receipt(run, LANES))
+
+
 @pytest.mark.parametrize("job", [SHARDED, SERVING], ids=["fsdp", "servers"])
 def test_shards_and_servers_over_two_hosts_survive_a_kill(spread, run, job):
     with spread.driven(job):

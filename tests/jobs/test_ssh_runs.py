@@ -1,7 +1,6 @@
 """Whole runs over a real sshd on loopback: the same bits as one undisturbed worker. Run by `make test-ssh`."""
 
 import contextlib
-import os
 import signal
 import sys
 
@@ -71,17 +70,20 @@ def test_a_search_on_ssh_decides_and_finds_the_same(job_dir, fork_server, engine
     wait_for_no_agent()
 
 
-def test_a_lost_connection_ends_its_workers_and_the_others_go_on(run, job_dir, engine):
+@pytest.mark.parametrize("killed", ["connection", "agent"])
+def test_a_lost_host_ends_its_workers_and_the_others_go_on(run, job_dir, engine, killed):
     ready = job_dir / "ready"
     slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
     with background_run(run, LONGER, workers=2, engine=engine, watchers=slow) as it:
         it.wait_for_workers(2)
         assert_token_is_hidden(it.paths)
-        os.kill(own_ssh("n1")[0].pid, signal.SIGKILL)
+        (own_ssh("n1") if killed == "connection" else agents())[0].kill()
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)
         ready.touch()
-    assert_same(it.outcome.result(), reference_receipt(run, LONGER))
+    outcome = it.outcome.result()
+    assert_same(outcome, reference_receipt(run, LONGER))
+    assert outcome.receipt.deaths_survived == 1
     wait_for_no_agent()
 
 

@@ -12,7 +12,7 @@ from shoal.fleet.engine import Exit, Node
 from shoal.fleet.roster import SeatNumbers
 from shoal.jobs.remote.seat_launches import WORKER_MODULE, DirectoryLaunches
 from shoal.jobs.worker_group import WorkerGroup
-from shoal.plan.membership_policy import StartWorkers
+from shoal.plan.members import StartWorkers
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
 from tests.conftest import MLP

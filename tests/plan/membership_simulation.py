@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.plan import lane_assignment
-from shoal.plan.membership_policy import EvictWorker, MembershipPolicy, StartWorkers
+from shoal.plan.members import EvictWorker, StartWorkers
+from shoal.plan.membership_policy import MembershipPolicy
 from shoal.spec.view import Address, Attachment, View
 from tests.plan.simulated_worker import SimulatedConnection, SimulatedGroup, SimulatedWorker, require
 

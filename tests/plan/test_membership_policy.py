@@ -4,13 +4,12 @@ from contextlib import closing
 
 import pytest
 
+from shoal.plan.members import FIRST_PAUSE_S, EvictWorker, PublishView, StartWorkers
 from shoal.plan.membership_policy import (
+    MAX_FRUITLESS_VIEWS,
     SHORTEST_VIEW_S,
     TAKEOVER_S,
-    EvictWorker,
     MembershipPolicy,
-    PublishView,
-    StartWorkers,
 )
 from shoal.spec.view import Attachment
 from tests.conftest import long_only
@@ -582,65 +581,68 @@ def test_a_view_that_ends_because_a_member_is_gone_is_nobodys_fault():
     assert harness.policy.members[7].fruitless_views == 0
 
 
-def test_workers_of_the_engine_are_never_evicted_for_it():
+# ---- machines that reach the driver and not each other ----
+
+
+@pytest.fixture
+def alone():
+    """0 and 1 do not reach each other: 0 trains alone."""
     harness = PolicyHarness(lanes=3).train({0: 100, 1: 100})
-    for _ in range(5):
+    for _ in range(MAX_FRUITLESS_VIEWS):
         fail_view(harness, {0: 100, 1: 100})
-    assert not [order for order in harness.orders if isinstance(order, EvictWorker)]
+    return harness
 
 
-@pytest.mark.parametrize(
-    ("view", "position", "why"),
-    [(0, 8, "had no view"), (10**6, None, "the newest is"), (0, None, ""), (0, 0, "")],
-)
-def test_a_joined_worker_is_believed_only_what_it_can_have(view, position, why):
-    harness = PolicyHarness(lanes=3).train({0: 100, 1: 100})
-    harness.arrive(7, attachment=JOINED)
-    found = harness.policy.stopped_at(7, harness.now_s, view=view, position=position)
-    assert (why in found) if why else found == ""
-    assert harness.policy.members[7].stopped == (not why)
+def is_followed(harness):
+    return [order.view.followers for order in harness.orders if isinstance(order, PublishView) and order.view.followers]
 
 
-def test_nobody_is_beyond_the_end_of_the_job():
-    harness = joined_liar()
-    harness.policy.final_position = 401
-    view = harness.last.number
-    assert "beyond the end" in harness.policy.stopped_at(7, harness.now_s, view=view, position=402)
-    assert harness.policy.stopped_at(7, harness.now_s, view=view, position=401) == ""
+def test_of_the_engines_workers_one_is_left_out_and_nobody_is_evicted_or_replaced(alone):
+    assert (alone.last.carries.keys(), alone.last.position) == ({0}, 100)
+    assert sorted(lane for lanes in alone.last.carries.values() for lane in lanes) == [0, 1, 2]
+    alone.decide(FIRST_PAUSE_S / 2)
+    assert alone.last.carries.keys() == {0}, "nobody disturbs it"
+    assert not [order for order in alone.orders if isinstance(order, EvictWorker | StartWorkers)]
 
 
-def test_workers_begin_without_those_that_have_no_machine_yet():
-    harness = PolicyHarness()
-    harness.policy.waiting = frozenset({1})
-    harness.arrive(0)
-    harness.stop_at({0: 0})
-    harness.stop_at({0: 10})
-    assert set(harness.last.carries) == {0}
+def test_one_that_was_left_out_returns_if_it_can_catch_up(alone):
+    alone.decide(FIRST_PAUSE_S)
+    assert alone.last.followers == [1]
+    alone.stop_at({1: 130})
+    alone.decide(2 * SHORTEST_VIEW_S)
+    assert alone.last.halt == "boundary"
+    alone.stop_at({0: 140})
+    assert alone.last.carries.keys() == {0, 1}
 
 
-def leave_all(harness):
-    for seat in (0, 1):
-        harness.policy.drain(seat, "terminated", replace=True)
-    harness.decide(2 * SHORTEST_VIEW_S)
+def test_one_that_cannot_catch_up_waits_for_twice_as_long_and_disturbs_nobody(alone):
+    alone.decide(FIRST_PAUSE_S)
+    alone.stop_at({1: 100})
+    assert not alone.last.halt
+    alone.decide(1.5 * FIRST_PAUSE_S)
+    assert (len(is_followed(alone)), alone.last.halt) == (1, "")
+    alone.decide(0.5 * FIRST_PAUSE_S)
+    assert (len(is_followed(alone)), alone.last.followers) == (2, [1])
 
 
-def test_if_all_leave_and_others_have_no_machine_the_state_goes_by_checkpoint():
-    harness = PolicyHarness().train({0: 10, 1: 10})
-    leave_all(harness)
-    assert harness.started == 4
-    assert harness.last.halt == ""  # others may come in time
-    harness.policy.waiting = frozenset({2, 3})
-    harness.decide()
-    assert harness.last.halt == "boundary"
-    harness.stop_at({0: 12, 1: 12})
-    assert (harness.last.leave, harness.last.saver) == ([0], 0)
-    harness.policy.gone(0, left_cleanly=True)
-    harness.decide()
-    assert (harness.last.leave, harness.last.saver) == ([1], 1)
+def test_one_that_was_left_out_goes_on_if_the_others_die(alone):
+    alone.policy.gone(0)
+    alone.decide()
+    assert (alone.last.carries.keys(), alone.last.position) == ({1}, 100)
 
 
-def test_if_all_leave_and_others_come_those_that_leave_train_on():
-    harness = PolicyHarness().train({0: 10, 1: 10})
-    harness.policy.waiting = frozenset({3})
-    leave_all(harness)
-    assert harness.last.halt == ""
+def test_of_three_the_one_that_stopped_first_is_left_out():
+    harness = PolicyHarness(lanes=3, wanted=3).train({0: 100, 1: 100, 2: 100})
+    for _ in range(MAX_FRUITLESS_VIEWS):
+        harness.stop_at({1: 100})
+        harness.stop_at({0: 100, 2: 100})
+    assert harness.last.carries.keys() == {0, 2}
+
+
+def test_a_single_view_without_a_step_after_a_good_one_leaves_nobody_out(alone):
+    alone.decide(FIRST_PAUSE_S)
+    alone.stop_at({1: 130})
+    alone.decide(2 * SHORTEST_VIEW_S)
+    alone.stop_at({0: 140})
+    fail_view(alone, {0: 140, 1: 140})
+    assert alone.last.carries.keys() == {0, 1}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from shoal.plan.membership_policy import SHORTEST_VIEW_S, PublishView, StartWorkers
+from shoal.plan.members import PublishView, StartWorkers
+from shoal.plan.membership_policy import SHORTEST_VIEW_S
 from shoal.plan.sharded_membership import SAVE_RETRY_S, ShardedMembershipPolicy
 from shoal.spec.view import Address, Attachment
 

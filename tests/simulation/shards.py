@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from shoal.plan.membership_policy import EvictWorker, MembershipAction, StartWorkers
+from shoal.plan.members import EvictWorker, MembershipAction, StartWorkers
 from shoal.plan.sharded_membership import ShardedMembershipPolicy
 from shoal.sharding.recovery import HeldShard, RecoveryPoint, can_reach, plan_transfers, recovery_point
 from shoal.spec.view import Address, View, position_of

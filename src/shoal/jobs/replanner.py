@@ -19,7 +19,8 @@ from shoal.plan.costs.inputs import job_choice, read_cluster, read_link, read_me
 from shoal.plan.costs.model import RunChoice
 from shoal.plan.costs.replan import WINDOW, Replan, cooldown_over, has_drifted, replan, typical_step_s
 from shoal.plan.costs.serialise import candidate_fields, choice_fields, prediction_fields, round_significant
-from shoal.plan.membership_policy import Member, MembershipPolicy
+from shoal.plan.members import Member
+from shoal.plan.membership_policy import MembershipPolicy
 from shoal.spec.job import Job
 
 

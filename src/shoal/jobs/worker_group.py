@@ -35,7 +35,7 @@ from shoal.jobs.remote.seat_launches import DirectoryLaunches, SeatLaunches
 from shoal.jobs.server_group import ServerGroup
 from shoal.net.errors import ProtocolError
 from shoal.net.host_id import host_id
-from shoal.plan.membership_policy import EvictWorker, MembershipAction, PublishView, StartWorkers
+from shoal.plan.members import EvictWorker, MembershipAction, PublishView, StartWorkers
 from shoal.plan.sharded_membership import make_membership_policy
 from shoal.spec.job import MAX_WORKERS, Job
 from shoal.spec.run_paths import RunPaths

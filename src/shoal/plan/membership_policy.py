@@ -6,7 +6,8 @@ Rules that keep every run exact when workers die:
 - a worker that stops without being asked has lost a peer: all workers stop, and a new view follows;
 - a seat number is never used again, so an evicted worker cannot return under its old name;
 - a worker that joined is believed what it can hold: a position only if it got a view that led to it, and never one
-  beyond the end of the job. If views make no step because of it, it is evicted.
+  beyond the end of the job. If views make no step because of it, it is evicted;
+- if views make no step though all of their workers live, one of them is left out for a while.
 """
 
 from __future__ import annotations
@@ -19,6 +20,16 @@ from typing import Literal
 from shoal.events.schema import LANES_MOVE
 from shoal.plan import lane_assignment
 from shoal.plan.lane_balance import LaneBalance
+from shoal.plan.members import (
+    EvictWorker,
+    HaltUrgency,
+    LeftOutWorkers,
+    Member,
+    MembershipAction,
+    PublishView,
+    StartWorkers,
+    worker_names,
+)
 from shoal.spec.view import Address, Attachment, View, is_evaluated, step_of
 
 JOIN_WAIT_S = 5.0
@@ -28,70 +39,13 @@ SHORTEST_VIEW_S = 0.2
 """Minimum seconds between views, unless a change is forced: the members may not have seen the last view yet."""
 
 MAX_FRUITLESS_VIEWS = 2
-"""Views without a step that a worker that joined may cause in a row before it is evicted."""
+"""Views without a step that a worker that joined may cause in a row before it is evicted, and after which one of the
+engine's workers is left out."""
 
 TAKEOVER_S = 5.0
 """Seconds that training workers get to reach a step boundary when another driver takes over."""
 
-HaltUrgency = Literal["", "boundary", "now"]
 _URGENCY: Mapping[HaltUrgency, int] = {"": 0, "boundary": 1, "now": 2}
-
-
-@dataclass
-class Member:
-    """A seat as the driver knows it; see `Attachment` for `managed` and `can_save`.
-
-    `position` is what it reported when it last stopped; None: it holds no state. `checkpointed`: a checkpoint has that
-    position. `last_view_sent` is the number of the last view sent to it. `catch_up_attempted`: it has caught up, or
-    failed to, while the others trained. While it is `busy` loading or saving, the others wait. `fruitless_views` counts
-    the views in a row that made no step, probably because of it. `may_hold_state`: it had a view from which it could
-    get a state.
-    """
-
-    seat: int
-    managed: bool
-    can_save: bool
-    address: Address
-    training: bool = False
-    stopped: bool = False
-    position: int | None = None
-    checkpointed: bool = False
-    lane_s: float | None = None
-    leaving: str = ""
-    ready_since_s: float = 0.0
-    last_view_sent: int = 0
-    halt_sent: HaltUrgency = ""
-    catch_up_attempted: bool = False
-    busy: bool = False
-    fruitless_views: int = 0
-    may_hold_state: bool = False
-
-
-@dataclass(frozen=True)
-class PublishView:
-    """Send a view to these seats."""
-
-    view: View
-    seats: list[int]
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class StartWorkers:
-    """The engine must start this many more workers."""
-
-    count: int
-
-
-@dataclass(frozen=True)
-class EvictWorker:
-    """The worker must leave the run, for this reason."""
-
-    seat: int
-    why: str
-
-
-MembershipAction = PublishView | StartWorkers | EvictWorker
 
 
 @dataclass
@@ -128,6 +82,10 @@ class MembershipPolicy:
     _stalled: bool = False
     _interrupted: bool = False
     """Whether the newest training view is ending because of its members, not because the driver asked."""
+    _suspect: int | None = None
+    """The first worker that ended the newest training view: it may be the one that did not reach another."""
+    _fruitless_views: int = 0
+    _left_out: LeftOutWorkers = field(default_factory=LeftOutWorkers)
     _view_entered_s: float = -math.inf
 
     # ---- facts ----
@@ -176,12 +134,15 @@ class MembershipPolicy:
         if why := self._doubt(member, view, position):
             return why
         if self.view and view == self.view.number and member.training and not self._halt_requested:
+            self._suspect = self._suspect if self._interrupted else seat
             self._interrupted = True
         if not member.stopped:
             member.ready_since_s = now_s
         member.training, member.stopped, member.position = False, True, position
         member.halt_sent, member.busy, member.checkpointed = "", False, checkpointed
         self._expected.discard(seat)
+        if member.catch_up_attempted and self._left_out.failed_trial(seat, position):
+            self._left_out.add(seat, now_s, position=position)
         return ""
 
     def _doubt(self, member: Member, view: int, position: int | None) -> str:
@@ -201,6 +162,7 @@ class MembershipPolicy:
         self._expected.discard(seat)
         self._returning.discard(seat)
         self.balance.forget(seat)
+        self._left_out.forget(seat)
         if member and not member.managed and not member.leaving:
             self.wanted_workers = max(self.wanted_workers - 1, 1)  # the engine did not start it, and cannot replace it
 
@@ -251,11 +213,12 @@ class MembershipPolicy:
         if self.stop_reason:
             return self._shutdown_actions(now_s)
         found: list[MembershipAction] = []
+        self._end_pauses(now_s)
         if missing := self._missing_workers():
             found.append(StartWorkers(missing))
         how, why = self._halt_reason(now_s)
         found += self._halt_actions(how, why, now_s)
-        if evictions := self._judge_view():
+        if evictions := self._judge_view(now_s):
             return [*found, *evictions]
         if (self._halt_requested or not self._training_seats()) and (following := self._next_view(now_s)):
             found.append(following)
@@ -265,9 +228,10 @@ class MembershipPolicy:
             found.append(self._release(away))
         return found
 
-    def _judge_view(self) -> list[MembershipAction]:
+    def _judge_view(self, now_s: float) -> list[MembershipAction]:
         """Once all members of an interrupted view have stopped: evict the workers that joined and caused one view too
-        many without a step. If one of them was the source, it did not give its state; else any may be the cause."""
+        many without a step. If one of them was the source, it did not give its state; else any may be the cause. If all
+        are the engine's, one of them is left out."""
         if self.view is None or not self._interrupted or self._training_seats():
             return []
         self._interrupted = False
@@ -278,13 +242,33 @@ class MembershipPolicy:
         if any((m.position or 0) > self.view.position for m in present):
             for member in present:
                 member.fruitless_views = 0
+                self._left_out.forget(member.seat)
             return []
+        self._fruitless_views += 1
         joined = [m for m in present if not m.managed]
+        if not joined and self._fruitless_views >= MAX_FRUITLESS_VIEWS:
+            self._leave_one_out(present, now_s)
         source = [m for m in joined if m.seat == self.view.source]
         for member in source or joined:
             member.fruitless_views += 1
         why = f"{MAX_FRUITLESS_VIEWS} views in a row made no step " + ("from its state" if source else "with it")
         return [EvictWorker(m.seat, why) for m in joined if m.fruitless_views >= MAX_FRUITLESS_VIEWS]
+
+    def _leave_one_out(self, present: Sequence[Member], now_s: float) -> None:
+        """The one that stopped first, or any other; not the one that keeps the state. In the end one trains alone."""
+        newest = [m for m in present if m.can_save and m.position == max(m.position or 0 for m in present)]
+        keeper = min(newest, key=lambda m: (self._is_not_saver(m), m.seat), default=None)
+        spare = [m for m in present if m is not keeper]
+        if keeper and spare:
+            chosen = max(spare, key=lambda m: (m.seat == self._suspect, m.seat))
+            self._left_out.add(chosen.seat, now_s, position=chosen.position)
+            chosen.catch_up_attempted = False
+
+    def _end_pauses(self, now_s: float) -> None:
+        """Also of all who are left out, if no other can go on."""
+        others = [m for m in self.members.values() if m.seat not in self._left_out and not m.leaving]
+        for seat in self._left_out.end_pauses(now_s, all_of_them=not any(m.can_save for m in others)):
+            self.members[seat].catch_up_attempted = False
 
     def _halt_actions(self, how: HaltUrgency, why: str, now_s: float) -> list[MembershipAction]:
         """Halt all training workers that have not yet been asked with this urgency."""
@@ -439,7 +423,8 @@ class MembershipPolicy:
 
     def _eligible_members(self) -> list[Member]:
         """Workers that may get lanes in the next view."""
-        return [m for _, m in sorted(self.members.items()) if (m.stopped or m.training) and not m.leaving]
+        found = [m for _, m in sorted(self.members.items()) if (m.stopped or m.training) and not m.leaving]
+        return [m for m in found if m.seat not in self._left_out]
 
     def _should_rebalance(self, now_s: float) -> bool:
         assert self.view is not None
@@ -456,7 +441,7 @@ class MembershipPolicy:
         if self._coming() and all(m.position in (None, 0) for m in standing):
             return None  # workers that start at the same time enter together
         best = max((m.position for m in standing if m.position is not None), default=None)
-        team = [m for m in standing if not m.leaving]
+        team = [m for m in standing if not m.leaving and m.seat not in self._left_out]
         if not any(m.position == best for m in team):
             if best and ((team and self.lanes == 1) or self._nobody_comes()):
                 return self._hand_over(best, standing)
@@ -499,12 +484,16 @@ class MembershipPolicy:
             saver=saver.seat,
             pause_at=self.pause_at,
         )
+        is_ahead = self.view is None or best > self.view.position
+        self._fruitless_views = 0 if is_ahead else self._fruitless_views
         self.view, self._halt_requested, self._stalled = view, "", False
-        self._interrupted, self.saved_step = False, 0
+        self._interrupted, self._suspect, self.saved_step = False, None, 0
         for seat in carries:
+            self._left_out.readmit(seat)
             member = self.members[seat]
             member.training, member.stopped, member.halt_sent, member.catch_up_attempted = True, False, "", False
-        return self._publish(view, carries)
+        without = worker_names(self._left_out.seats)
+        return self._publish(view, carries, f"no step was made with {without}" if without else "")
 
     def _assign_lanes(self, team: list[Member], needed: list[Member]) -> lane_assignment.LaneAssignment:
         """The lanes of each worker of the team; `needed` workers always get a lane."""
@@ -526,10 +515,6 @@ def _at_most_one_per_lane(
     others = (m for m in team if m.seat not in needed)
     rest = sorted(others, key=lambda m: (bool(m.leaving), paces.get(m.seat, 0.0), m.seat))
     return sorted([*needed.values(), *rest][: max(lanes, len(needed))], key=lambda m: m.seat)
-
-
-def worker_names(seats: Iterable[int]) -> str:
-    return ", ".join(f"worker-{seat}" for seat in seats)
 
 
 @dataclass(frozen=True)

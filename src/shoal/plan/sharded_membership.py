@@ -11,15 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.plan import lane_assignment
-from shoal.plan.membership_policy import (
-    SHORTEST_VIEW_S,
-    HaltUrgency,
-    Member,
-    MembershipAction,
-    MembershipPolicy,
-    PublishView,
-    worker_names,
-)
+from shoal.plan.members import HaltUrgency, Member, MembershipAction, PublishView, worker_names
+from shoal.plan.membership_policy import SHORTEST_VIEW_S, MembershipPolicy
 from shoal.spec.job import Job
 from shoal.spec.view import View
 
@@ -130,6 +123,9 @@ class ShardedMembershipPolicy(MembershipPolicy):
         if self._replica_count(able) <= len(self.view.carries) // self.workers_per_replica:
             return []
         return [m for m in able if m.stopped and m.seat not in self.view.carries]
+
+    def _leave_one_out(self, present: Sequence[Member], now_s: float) -> None:
+        """A replica needs all of its workers."""
 
     def _start_catch_up(self, newcomers: list[Member]) -> list[MembershipAction]:
         """Newcomers get their shards after the new view starts."""
