@@ -126,10 +126,6 @@ class SlurmCluster:
                 process.kill()
         daemon.wait()
 
-    def node_of(self, pid):
-        """The node on which a process is, if nodes are namespaces."""
-        return next((name for name, host in self.hosts.items() if pid in host.pids()), "")
-
     def steps(self, node):
         """The slurmstepd processes of a node."""
         log = str(self.root / "log" / f"slurmd.{node}.log")

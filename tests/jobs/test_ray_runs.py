@@ -8,14 +8,12 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 import yaml
 
 from shoal.events import read_events
 from shoal.spec.run_paths import RunPaths
 from tests.conftest import MLP
-from tests.fleet.engine_contract import agent_above
 from tests.fleet.ray_nodes import ENVIRONMENT, ray_nodes
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import assert_same, assert_token_is_hidden, reference_receipt
@@ -61,8 +59,7 @@ def slow(job_dir):
     return [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(job_dir / "ready")}}]
 
 
-@pytest.mark.parametrize("killed", ["worker", "agent", "actor"])
-def test_the_same_bits_through_a_kill(run, job_dir, cluster, engine, killed):
+def test_the_same_bits_through_a_kill(run, job_dir, cluster, engine):
     """Nobody who asks Ray, lists processes or reads Ray's logs learns the token meanwhile."""
     with background_run(run, LONGER, workers=2, engine=engine, watchers=slow(job_dir)) as it:
         it.wait_for_workers(2)
@@ -71,12 +68,9 @@ def test_the_same_bits_through_a_kill(run, job_dir, cluster, engine, killed):
         assert "AgentActor" in told
         assert any("AgentActor" in log for log in logs)
         assert_token_is_hidden(it.paths, told, *logs)
-        worker = psutil.Process(it.state.training_workers[-1].pid)
-        agent = agent_above(worker)
-        {"worker": worker, "agent": agent, "actor": agent.parent()}[killed].kill()
+        os.kill(it.state.training_workers[-1].pid, signal.SIGKILL)
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)
-        assert not worker.is_running()
         (job_dir / "ready").touch()
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, LONGER))

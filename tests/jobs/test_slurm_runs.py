@@ -15,8 +15,7 @@ import yaml
 from shoal.events import read_events
 from shoal.spec.run_paths import RunPaths
 from tests.conftest import MLP
-from tests.fleet.engine_contract import agent_above
-from tests.fleet.slurm_cluster import NODES, SLURM, slurm_network
+from tests.fleet.slurm_cluster import SLURM, slurm_network
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import assert_same, assert_token_is_hidden, reference_receipt
 from tests.jobs.network_namespaces import THIS_ADDRESS
@@ -58,31 +57,20 @@ def agents(cluster):
     return found
 
 
-def jobs_of(cluster):
-    return {line.split()[0] for line in cluster.active_jobs()}
-
-
 def slow(job_dir):
     """Steps are slow until the file `ready` is there."""
     return [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(job_dir / "ready")}}]
 
 
-@pytest.mark.parametrize("killed", ["worker", "agent"])
-def test_the_same_bits_through_a_kill_with_a_job_per_worker(run, job_dir, cluster, killed):
+def test_the_same_bits_through_a_kill_with_a_job_per_worker(run, job_dir, cluster):
     with background_run(run, LONGER, workers=2, engine=ENGINE, watchers=slow(job_dir)) as it:
         it.wait_for_workers(2)
         logs = [file.read_text(errors="replace") for file in (cluster.root / "log").iterdir()]
         assert_token_is_hidden(it.paths, cluster.run("scontrol", "--details", "show", "job"), *logs)
-        worker = psutil.Process(it.state.training_workers[-1].pid)
-        assert {cluster.node_of(one.pid) for one in it.state.training_workers} <= set(NODES)
-        before = jobs_of(cluster)
-        (worker if killed == "worker" else agent_above(worker)).kill()
+        os.kill(it.state.training_workers[-1].pid, signal.SIGKILL)
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)
-        assert not worker.is_running()
-        assert (sorted(cluster.active_jobs()) == before) == (killed == "worker"), (
-            "the job of a dead worker is used again"
-        )
+        assert len(cluster.active_jobs()) == 2  # the job of the dead worker is used again
         (job_dir / "ready").touch()
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, LONGER))
@@ -127,7 +115,7 @@ def test_a_node_that_is_cut_off_is_survived_by_the_others(run, job_dir, cluster)
     with background_run(run, LONGER, workers=2, engine=exclusive, watchers=slow(job_dir)) as it:
         it.wait_for_workers(2)
         node = cluster.run("squeue", "--noheader", "--format=%N").split()[0]
-        (lost,) = [one for one in it.state.training_workers if cluster.node_of(one.pid) == node]
+        (lost,) = [one for one in it.state.training_workers if one.pid in cluster.hosts[node].pids()]
         cluster.hosts[node].disconnect()
         try:
             it.wait_until(lambda state: state.workers[lost.name].state == "dead")
