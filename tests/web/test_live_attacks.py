@@ -81,6 +81,16 @@ def test_a_new_token_of_the_same_name_does_not_revive_a_session(server):
     assert access.of_session(secret) is None
 
 
+# 3, 20: an address that a client makes up is no way around the count of wrong tokens
+def test_an_address_that_the_client_names_is_not_believed(server):
+    answers = []
+    for n in range(60):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(f"{server.url}/api/v1/me", "wrong", headers={"x-forwarded-for": f"192.0.2.{n}"})
+        answers.append(refused.value.code)
+    assert set(answers) == {401, 429}
+
+
 # 25: who does not read holds up nobody
 def test_readers_that_do_not_read_hold_up_nobody(server):
     request = f"GET /api/v1/stream?runs=mlp-1&after=0 HTTP/1.1\r\nHost: {server.url[7:]}\r\nAuthorization: Bearer "
