@@ -104,6 +104,9 @@ DEFENCES = [
             f"{ATTACKS}test_the_page_makes_no_html_of_text"),
     Defence("13", GATE, "script-src 'self';", "script-src 'self' 'unsafe-inline';",
             f"{ATTACKS}test_no_script_but_the_servers_own_runs"),
+    *(Defence("13", GATE, rule, "", f"{ATTACKS}test_no_script_but_the_servers_own_runs")
+      for rule in ("default-src 'none'; ", "connect-src 'self'; ", "base-uri 'none'; ", "form-action 'none'; ",
+                   "require-trusted-types-for 'script'; ")),
     Defence("13 15", GATE, '    "x-content-type-options": "nosniff",\n', "",
             f"{ATTACKS}test_names_in_answers_are_json"),
     Defence("14", APP, "return _serve(request, PAGE)",
@@ -178,6 +181,8 @@ DEFENCES = [
     Defence("23", SERVE, "if len(self.connections) > MOST_CONNECTIONS:", "if False:",
             f"{LIVE}test_no_crowd_of_connections_uses_up_the_files_of_the_server"),
     Defence("23", SERVE, "limit_concurrency=MAX_CONNECTIONS", "limit_concurrency=None",
+            f"{LIVE}test_no_crowd_of_connections_uses_up_the_files_of_the_server"),
+    Defence("23", SERVE, 'log_level="error"', 'log_level="warning"',
             f"{LIVE}test_no_crowd_of_connections_uses_up_the_files_of_the_server"),
     Defence("23", SERVE, "            self.transport.close()\n", "            pass\n",
             f"{LIVE}test_a_request_that_does_not_come_is_not_waited_for"),

@@ -267,7 +267,9 @@ def test_no_script_but_the_servers_own_runs(served):
     policy = served.client().get("/").headers["content-security-policy"]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'"
-    assert rules["script-src"] == "'self'"
+    assert rules["script-src"] == rules["connect-src"] == "'self'"
+    assert rules["base-uri"] == rules["form-action"] == "'none'"
+    assert rules["require-trusted-types-for"] == "'script'"
     assert "unsafe" not in policy
     page = static_files()["index.html"].content.decode()
     assert page.count("<script") == page.count('<script type="module" src="/static/')
