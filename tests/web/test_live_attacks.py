@@ -117,8 +117,7 @@ def test_headers_without_an_end_are_refused(server, line):
         with contextlib.suppress(OSError):
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + line)
         with contextlib.suppress(ConnectionResetError):
-            answer = connection.recv(65536)
-            assert answer[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431", b"")
+            assert connection.recv(65536)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431")  # not only closed at last
     assert status_of(server) == 200
 
 
