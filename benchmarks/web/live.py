@@ -1,6 +1,8 @@
 """python -m benchmarks.web.live: from a row that is written to its pixel, and what an open page costs a run.
 
 `pixel`: rows are appended to a run whose page is open in Chromium; the page itself notes when its curve has changed.
+`following`: what the server takes of a core while a run writes rows, without a run, so that it can be measured beside
+other work.
 `training`: one run trains all the time, and blocks without, with, with and without an open page follow each other, so
 that both see the same machine. In a block without a page the server and the browser are stopped (SIGSTOP). Four blocks
 give one ratio of steps per second, and one of the processor time that the run's processes take for a step. `stream` is
@@ -18,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -34,7 +37,9 @@ from benchmarks.web.__main__ import ROWS_PER_SMALL_RUN, Served, make_run, steps
 from shoal.events.stream import EventReader, format_event
 from shoal.spec.run_paths import RunPaths
 
-PARTS = ("pixel", "training")
+PARTS = ("pixel", "following", "training")
+ROWS_PER_S = 20
+CPUCLOCK_SCHED = 2
 SETTLE_S = 5.0
 SWITCH_S = 0.2
 DESK = {"width": 1280, "height": 900}
@@ -63,6 +68,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="shoal-live-") as scratch:
             if part == "pixel":
                 found = pixel(Path(scratch), turns=3 if asked.quick else 100)
+            elif part == "following":
+                found = following(Path(scratch), seconds=2 if asked.quick else 30)
             else:
                 found = slowed(Path(scratch), turns=2 if asked.quick else asked.turns, block_s=asked.block)
         Console().print(report.table(f"{part}: {found['what']}", found["rows"]))
@@ -104,6 +111,40 @@ def pixel(scratch: Path, *, turns: int) -> dict[str, Any]:
     shown = {"rows": len(delays), "median s": round(statistics.median(delays), 3),
              "p95 s": round(delays[int(0.95 * (len(delays) - 1))], 3), "longest s": round(delays[-1], 3)}  # fmt: skip
     return {"what": "from a row written to its pixel", "rows": [shown]}
+
+
+def following(scratch: Path, *, seconds: float) -> dict[str, Any]:
+    """The server's processor time beside a run that writes as many rows as one worker may, without a run's load."""
+    make_run(scratch / "live-1", islice(steps(ROWS_PER_SMALL_RUN), ROWS_PER_SMALL_RUN))
+    rows = []
+    with Served(scratch) as server, growing(scratch / "live-1"):
+        for what, watch in (("nothing", None), ("stream", open_reader), ("page", open_browser_page)):
+            with watch(server, "live-1") if watch else contextlib.nullcontext():
+                time.sleep(SETTLE_S)
+                before_s = cpu_s([server.process.pid])
+                time.sleep(seconds)
+                share = (cpu_s([server.process.pid]) - before_s) / seconds
+            rows.append({"open": what, "server, % of a core": round(100 * share, 3)})
+    return {"what": f"{ROWS_PER_S} rows per second, {seconds:g} s of each", "rows": rows}
+
+
+@contextlib.contextmanager
+def growing(run: Path) -> Iterator[None]:
+    """Rows are written two at a time, as a run does it."""
+    ended, rows = threading.Event(), islice(steps(10**6), ROWS_PER_SMALL_RUN, None)
+
+    def write() -> None:
+        with (run / "events.jsonl").open("ab", buffering=0) as file:
+            while not ended.wait(2 / ROWS_PER_S):
+                file.write(b"".join(map(format_event, islice(rows, 2))))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def slowed(scratch: Path, *, turns: int, block_s: float) -> dict[str, Any]:
@@ -181,9 +222,8 @@ def measure_block(paths: RunPaths, run: list[int], server: Served, *, block_s: f
 
 
 def cpu_s(pids: list[int]) -> float:
-    """Processor time of all threads, to the nanosecond: that of a whole process is told in hundredths of a second."""
-    files = (file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
-    return float(sum(int(file.read_text().split()[0]) for file in files) / 1e9)
+    """Processor time of processes, also of threads that have ended, to the nanosecond: clock_getcpuclockid(3)."""
+    return sum(time.clock_gettime_ns((~pid << 3) | CPUCLOCK_SCHED) for pid in pids) / 1e9
 
 
 @contextlib.contextmanager
