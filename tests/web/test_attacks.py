@@ -592,6 +592,7 @@ def test_a_token_for_some_runs_sees_no_other(served):
 def test_links_expire_and_can_be_revoked(served):
     late = served.client("read", expires_t=time.time() - 1)
     assert late.get("/api/v1/me").status_code == 401
+    assert served.tokens.find(late.headers["authorization"].partition(" ")[2]) is None
     token = served.tokens.create("guest", role="read", runs=["mlp-1"], expires_t=time.time() + 60)
     page = served.client()
     assert page.post("/api/v1/session", json={"secret": token}).status_code == 200
