@@ -26,7 +26,10 @@ export function Run({ name, query, me }) {
     if (offset === null) return undefined;
     return follow(name, offset, ({ rows }) => {
       setFresh((old) => ({ rows, n: old.n + 1 }));
-      if (!soon.current) soon.current = setTimeout(() => { soon.current = null; refresh(); }, rows.some((row) => row.kind !== "step") ? 300 : STATE_MS);
+      const isUrgent = rows.some((row) => row.kind !== "step");
+      if (soon.current && !isUrgent) return;
+      clearTimeout(soon.current);
+      soon.current = setTimeout(() => { soon.current = null; refresh(); }, isUrgent ? 300 : STATE_MS);
     }, refresh);
   }, [name, offset !== null]);
   useEffect(() => {
