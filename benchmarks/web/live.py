@@ -1,37 +1,47 @@
 """python -m benchmarks.web.live: from a row that is written to its pixel, and what an open page costs a run.
 
 `pixel`: rows are appended to a run whose page is open in Chromium; the page itself notes when its curve has changed.
-`training`: one run trains all the time, and windows with and without an open page take turns, so that both see the same
-machine. Their order changes each time, and a pair gives one ratio of steps per second. `stream` is a reader of the
-server's messages instead of a browser: what remains if the browser is on another machine. Windows differ by some per
-cent without any page, so the server's own share of a core is told too: on a machine without a free core, training loses
-that. Needs what `tools/install_browser.sh` installs.
+`following`: what the server takes of a core while a run writes rows, without a run, so that it can be measured beside
+other work.
+`training`: one run trains all the time, and blocks without, with, with and without an open page follow each other, so
+that both see the same machine. In a block without a page the server and the browser are stopped (SIGSTOP). Four blocks
+give one ratio of steps per second, and one of the processor time that the run's processes take for a step. `stream` is
+a reader of the server's messages instead of a browser: what remains if the browser is on another machine. Needs what
+`tools/install_browser.sh` installs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 from rich.console import Console
 from tests.web.browser import open_browser
 from tests.web.live_run import training
 
 from benchmarks import report
 from benchmarks.web.__main__ import ROWS_PER_SMALL_RUN, Served, make_run, steps
-from shoal.events.stream import format_event, read_events
+from shoal.events.stream import EventReader, format_event
 from shoal.spec.run_paths import RunPaths
 
-PARTS = ("pixel", "training")
+PARTS = ("pixel", "following", "training")
+ROWS_PER_S = 20
+CPUCLOCK_SCHED = 2
+SETTLE_S = 5.0
+SWITCH_S = 0.2
 DESK = {"width": 1280, "height": 900}
 WATCH = """() => {
   const canvas = document.querySelector(".plot canvas");
@@ -50,16 +60,18 @@ WATCH = """() => {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.web.live", description=__doc__)
     report.take_names(parser, "part", PARTS)
-    parser.add_argument("--pairs", type=int, default=20, help="windows with a page, and as many without")
-    parser.add_argument("--window", type=float, default=6.0, help="seconds of each")
+    parser.add_argument("--turns", type=int, default=30, help="of four blocks: without, with, with, without a page")
+    parser.add_argument("--block", type=float, default=1.5, help="seconds of each")
     parser.add_argument("--quick", action="store_true", help="a few rows and windows, nothing is kept: does it work?")
     asked = parser.parse_args()
     for part in asked.parts or PARTS:
         with tempfile.TemporaryDirectory(prefix="shoal-live-") as scratch:
             if part == "pixel":
                 found = pixel(Path(scratch), turns=3 if asked.quick else 100)
+            elif part == "following":
+                found = following(Path(scratch), seconds=2 if asked.quick else 30)
             else:
-                found = slowed(Path(scratch), pairs=2 if asked.quick else asked.pairs, window_s=asked.window)
+                found = slowed(Path(scratch), turns=2 if asked.quick else asked.turns, block_s=asked.block)
         Console().print(report.table(f"{part}: {found['what']}", found["rows"]))
         if not asked.quick:
             report.keep("web", part, found)
@@ -101,68 +113,138 @@ def pixel(scratch: Path, *, turns: int) -> dict[str, Any]:
     return {"what": "from a row written to its pixel", "rows": [shown]}
 
 
-def slowed(scratch: Path, *, pairs: int, window_s: float) -> dict[str, Any]:
-    """Of one run on one worker: the machine has a core for the rest."""
-    with training(scratch / "job", scratch / "runs", epochs=10**6, workers="1") as paths, open_browser() as browser:
-        time.sleep(10)  # the first windows are not slower
-        rows = []
-        for side in ("stream", "page"):
-            ratios, shares = [], []
-            for n in range(pairs):
-                speeds = {}
-                for is_open in (True, False) if n % 2 else (False, True):
-                    speeds[is_open], share = speed(paths, side if is_open else "", browser, window_s=window_s)
-                    shares += [share] if is_open else []
-                ratios.append(1 - speeds[True] / speeds[False])
-            error = statistics.stdev(ratios) / len(ratios) ** 0.5
-            rows.append({"open": side, "pairs": pairs, "slowed %": round(100 * statistics.median(ratios), 2),
-                         "mean %": round(100 * statistics.fmean(ratios), 2), "± %": round(100 * error, 2),
-                         "server, % of a core": round(100 * statistics.median(shares), 2)})  # fmt: skip
-    return {"what": f"steps/s of a run on one worker, windows of {window_s:g} s", "rows": rows}
-
-
-def speed(paths: RunPaths, side: str, browser: Any, *, window_s: float) -> tuple[float, float]:
-    """Steps per second while the page is open, and the server's share of a core. Without a side there is no server."""
-    with contextlib.ExitStack() as opened:
-        server = None
-        if side:
-            server = opened.enter_context(Served(paths.root.parent))
-            look: AbstractContextManager[Any] = open_page(browser, server, paths.name)
-            opened.enter_context(look if side == "page" else reading(server, paths.name))
-        time.sleep(1)
-        begin_t, before_s = time.time(), server.cpu_s if server else 0.0
-        time.sleep(window_s)
-        share = (server.cpu_s - before_s) / window_s if server else 0.0
-        seen = [
-            (event.t, event.step)
-            for event in read_events(paths.events)
-            if event.kind == "step" and event.t >= begin_t and event.step is not None
-        ]
-    return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0]), share
+def following(scratch: Path, *, seconds: float) -> dict[str, Any]:
+    """The server's processor time beside a run that writes as many rows as one worker may, without a run's load."""
+    make_run(scratch / "live-1", islice(steps(ROWS_PER_SMALL_RUN), ROWS_PER_SMALL_RUN))
+    rows = []
+    with Served(scratch) as server, growing(scratch / "live-1"):
+        for what, watch in (("nothing", None), ("stream", open_reader), ("page", open_browser_page)):
+            with watch(server, "live-1") if watch else contextlib.nullcontext():
+                time.sleep(SETTLE_S)
+                before_s = cpu_s([server.process.pid])
+                time.sleep(seconds)
+                share = (cpu_s([server.process.pid]) - before_s) / seconds
+            rows.append({"open": what, "server, % of a core": round(100 * share, 3)})
+    return {"what": f"{ROWS_PER_S} rows per second, {seconds:g} s of each", "rows": rows}
 
 
 @contextlib.contextmanager
-def reading(server: Served, run: str) -> Iterator[None]:
-    """Read the stream of a run and ask for its state, as a page does."""
-    stream = server.open(f"/api/v1/stream?runs={run}")
-    ended = threading.Event()
+def growing(run: Path) -> Iterator[None]:
+    """Rows are written two at a time, as a run does it."""
+    ended, rows = threading.Event(), islice(steps(10**6), ROWS_PER_SMALL_RUN, None)
 
-    def read() -> None:
-        asked_s = time.monotonic()
-        with contextlib.suppress(OSError, ValueError):
-            while not ended.is_set() and stream.readline():
-                if time.monotonic() - asked_s > 1:
-                    server.get(f"/api/v1/runs/{run}")
-                    asked_s = time.monotonic()
+    def write() -> None:
+        with (run / "events.jsonl").open("ab", buffering=0) as file:
+            while not ended.wait(2 / ROWS_PER_S):
+                file.write(b"".join(map(format_event, islice(rows, 2))))
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=write)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-        stream.close()
+
+
+def slowed(scratch: Path, *, turns: int, block_s: float) -> dict[str, Any]:
+    """One worker leaves a core to the page; two take both."""
+    rows = []
+    for workers, sides in ((1, ("stream", "page")), (2, ("stream",))):
+        directory = scratch / f"{workers}"
+        with (
+            training(directory / "job", directory / "runs", epochs=10**6, workers=str(workers)) as paths,
+            Served(paths.root.parent) as server,
+        ):
+            for side in sides:
+                with (open_browser_page if side == "page" else open_reader)(server, paths.name) as reader:
+                    row = compare(paths, [server.process.pid, *reader], server, turns=turns, block_s=block_s)
+                rows.append({"open": side, "workers": workers, **row})
+    what = f"a run with and without a page, {turns} turns of four blocks of {block_s:g} s, ± standard error"
+    return {"what": what, "rows": rows}
+
+
+class Block(NamedTuple):
+    """What one block saw: steps per second, processor time of the run's processes per step, the server's share of a
+    core."""
+
+    speed: float
+    step_cpu_s: float
+    server_share: float
+
+
+def compare(paths: RunPaths, watchers: list[int], server: Served, *, turns: int, block_s: float) -> dict[str, Any]:
+    """Blocks without, with, with, without the watchers, which are stopped meanwhile: what changes slowly falls out."""
+    driver = psutil.Process(int(paths.lock.read_text()))
+    run = [driver.pid, *(one.pid for one in driver.children(recursive=True))]
+    time.sleep(SETTLE_S)  # the first blocks are not slower
+    slower, dearer, shares = [], [], []
+    for _ in range(turns):
+        seen: dict[bool, list[Block]] = {False: [], True: []}
+        for is_open in (False, True, True, False):
+            with contextlib.nullcontext() if is_open else stopped(watchers):
+                time.sleep(SWITCH_S)
+                seen[is_open].append(measure_block(paths, run, server, block_s=block_s))
+        mean = {is_open: Block(*map(statistics.fmean, zip(*blocks, strict=True))) for is_open, blocks in seen.items()}
+        slower.append(100 * (1 - mean[True].speed / mean[False].speed))
+        dearer.append(100 * (mean[True].step_cpu_s / mean[False].step_cpu_s - 1))
+        shares.append(100 * mean[True].server_share)
+    return {
+        "slowed %": round(statistics.fmean(slower), 2), "± %": round(standard_error(slower), 2),
+        "cpu per step, + %": round(statistics.fmean(dearer), 2), "± % of it": round(standard_error(dearer), 2),
+        "server, % of a core": round(statistics.fmean(shares), 2),
+    }  # fmt: skip
+
+
+def standard_error(values: list[float]) -> float:
+    return float(statistics.stdev(values) / len(values) ** 0.5)
+
+
+@contextlib.contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def measure_block(paths: RunPaths, run: list[int], server: Served, *, block_s: float) -> Block:
+    begin = cpu_s(run), cpu_s([server.process.pid]), time.time(), paths.events.stat().st_size
+    time.sleep(block_s)
+    run_s, server_s, seconds = cpu_s(run) - begin[0], cpu_s([server.process.pid]) - begin[1], time.time() - begin[2]
+    events = EventReader(paths.events, offset=begin[3]).read_new()
+    rows = [(one.t, one.step) for one in events if one.kind == "step" and one.who == "worker-0" and one.step]
+    speed = float(rows[-1][1] - rows[0][1]) / (rows[-1][0] - rows[0][0])
+    return Block(speed, run_s / seconds / speed, server_s / seconds)
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Processor time of processes, also of threads that have ended, to the nanosecond: clock_getcpuclockid(3)."""
+    return sum(time.clock_gettime_ns((~pid << 3) | CPUCLOCK_SCHED) for pid in pids) / 1e9
+
+
+@contextlib.contextmanager
+def open_browser_page(server: Served, run: str) -> Iterator[list[int]]:
+    """The processes of a Chromium that shows the curves."""
+    before = {one.pid for one in psutil.Process().children(recursive=True)}
+    with open_browser() as browser, open_page(browser, server, run):
+        every = psutil.Process().children(recursive=True)
+        yield [one.pid for one in every if one.pid not in before and "chrom" in one.name()]
+
+
+@contextlib.contextmanager
+def open_reader(server: Served, run: str) -> Iterator[list[int]]:
+    """A process that reads the stream as a page does, and does next to nothing with it."""
+    words = [sys.executable, "-m", "benchmarks.web.reader", server.url, server.token, run]
+    reader = subprocess.Popen(words, env=report.environment())
+    try:
+        yield [reader.pid]
+    finally:
+        reader.terminate()
+        reader.wait()
 
 
 if __name__ == "__main__":

@@ -49,5 +49,10 @@ class Page:
     def log_in(self, server: Any, *, token: str = "") -> Any:
         """Until the list is there: a page that goes elsewhere before would lose the link's code."""
         self.page.goto(f"{server.url}/#token={token}" if token else server.link())
-        self.page.locator("table.runs a").first.wait_for()
+        try:
+            self.page.locator("table.runs a").first.wait_for()
+        except Exception as failure:
+            shown = self.page.locator("body").inner_text()
+            told = f"{self.failures}, {self.asked[-5:]}, {shown[:500]}"
+            raise AssertionError(f"the list does not come: {told}") from failure
         return self.page

@@ -1,5 +1,5 @@
 """Attacks on the web page, each with the test that fails without its defence. The comments number them, 1 to 32; 28 is
-in tests/storage/test_storage.py, and 32 in test_browser.py too."""
+in tests/storage/test_storage.py, and 32 in test_browser.py too. That they do fail is shown by test_defences.py."""
 
 import ast
 import json
@@ -8,6 +8,7 @@ import stat
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import pytest
 
@@ -16,6 +17,7 @@ from shoal.errors import ShoalError
 from shoal.jobs.queue.access_tokens import ROLES, Identity, TokenFile
 from shoal.spec.alerts.config import AlertConfig
 from shoal.spec.load import load_run_job, save_job
+from shoal.spec.run_paths import RunPaths
 from shoal.storage.logs import plain_line
 from shoal.web import gate
 from shoal.web.access import AccessControl
@@ -24,6 +26,7 @@ from shoal.web.app import STATIC, static_files
 from shoal.web.routes import api_routes
 from shoal.web.serve import WebServer, parse_listen
 from shoal.web.stream import MAX_STREAMS, Streams
+from tests.jobs.past_run import write_run
 from tests.web.conftest import COOKIE, PORT, URL
 
 WEB = Path(shoal.__file__).parent / "web"
@@ -160,9 +163,21 @@ def test_names_stay_in_the_directory(served, name):
         assert "secret" not in answer.text
 
 
-@pytest.mark.parametrize("name", ["%252e%252e", "mlp-1%252f", "mlp-1%3b", "mlp-1%5c", "mlp-1%00", "..%2fmlp-1"])
+@pytest.mark.parametrize(
+    "name", ["%252e%252e", "mlp-1%252f", "mlp-1%3b", "mlp-1%5c", "mlp-1%00", "..%2fmlp-1", "mlp-1%2fx", "..", "."]
+)
 def test_what_no_name_has_is_refused_before_it_is_looked_for(served, name):
     assert served.client("submit").get(f"/api/v1/runs/{name}/job").status_code == 400
+
+
+def test_names_in_questions_stay_in_the_directory(served):
+    write_run(served.runs.parent / "outside")
+    client = served.client("submit")
+    for name in ("../outside", str(served.runs.parent / "outside"), f"mlp-1/../../{served.runs.name}/mlp-2"):
+        for question in ("compare?runs={}", "stream?runs={}", "runs/mlp-1/diff?with={}"):
+            answer = client.get(f"/api/v1/{question.format(quote(name))}")
+            assert answer.status_code == 404, (question, name)
+        assert client.post("/api/v1/queue", json={"run": name}).status_code == 404
 
 
 def test_logs_are_found_by_their_names_only(served):
@@ -224,6 +239,14 @@ def test_links_are_not_followed(served, tmp_path):
     assert client.get("/api/v1/runs/cnn-1/job").status_code == 404
 
 
+def test_a_model_that_is_a_link_is_not_sent(served, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    paths = RunPaths(served.runs / "mlp-1")
+    paths.model.mkdir()
+    (paths.model / "model.safetensors").symlink_to(tmp_path / "secret")
+    assert served.client("submit").get("/api/v1/runs/mlp-1/model").status_code == 409
+
+
 # 13, 14: text of others in the page
 def test_the_page_makes_no_html_of_text():
     for name, file in static_files().items():
@@ -244,7 +267,9 @@ def test_no_script_but_the_servers_own_runs(served):
     policy = served.client().get("/").headers["content-security-policy"]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'"
-    assert rules["script-src"] == "'self'"
+    assert rules["script-src"] == rules["connect-src"] == "'self'"
+    assert rules["base-uri"] == rules["form-action"] == "'none'"
+    assert rules["require-trusted-types-for"] == "'script'"
     assert "unsafe" not in policy
     page = static_files()["index.html"].content.decode()
     assert page.count("<script") == page.count('<script type="module" src="/static/')
@@ -535,6 +560,19 @@ def test_roles_hold(served, route):
     assert route.method == "GET" or route.role != "read" or route.path.endswith("/session/end")
 
 
+def test_what_starts_processes_needs_the_role_submit():
+    needed = {route.path: route.role for route in table() if route.method != "GET"}
+    for path in ("/api/v1/runs/{run}/resume", "/api/v1/queue", "/api/v1/queue/{job}/release"):
+        assert needed[path] == "submit"
+
+
+def test_a_token_for_some_runs_sees_no_operation_of_others(served):
+    done = served.client("operate").post("/api/v1/runs/mlp-2/tags", json={"add": ["best"]}).json()
+    path = f"/api/v1/operations/{done['operation']}"
+    assert served.client("read").get(path).status_code == 200
+    assert served.client("read", runs=["mlp-1"]).get(path).status_code == 404
+
+
 def test_a_token_for_some_runs_sees_no_other(served):
     client = served.client("operate", runs=["mlp-1"])
     assert [row["run"] for row in client.get("/api/v1/runs").json()["rows"]] == ["mlp-1"]
@@ -554,6 +592,7 @@ def test_a_token_for_some_runs_sees_no_other(served):
 def test_links_expire_and_can_be_revoked(served):
     late = served.client("read", expires_t=time.time() - 1)
     assert late.get("/api/v1/me").status_code == 401
+    assert served.tokens.find(late.headers["authorization"].partition(" ")[2]) is None
     token = served.tokens.create("guest", role="read", runs=["mlp-1"], expires_t=time.time() + 60)
     page = served.client()
     assert page.post("/api/v1/session", json={"secret": token}).status_code == 200

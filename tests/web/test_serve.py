@@ -24,6 +24,7 @@ from shoal.storage.locks import locked
 from shoal.web.serve import WebServer
 from tests.jobs.past_run import call_verb, write_run
 from tests.net.certificate_authority import CertificateAuthority, needs_openssl
+from tests.web.live_run import serving
 
 
 @contextlib.contextmanager
@@ -63,6 +64,18 @@ def test_the_page_answers_and_ends_with_open_streams(tmp_path):
             assert json.loads(lines[3].removeprefix(b"data: "))["rows"][0]["kind"] == "run_started"
             process.send_signal(signal.SIGINT)
             assert process.wait(60) in (0, 130)
+
+
+def test_a_stream_of_two_runs_misses_nothing_wherever_it_breaks(tmp_path):
+    """The position of a message is that of the rows up to it, not of those that are still to come."""
+    sizes = [write_run(tmp_path / name).events.stat().st_size for name in ("mlp-1", "mlp-2")]
+    token = TokenFile(tmp_path).create("t", role="read", runs=[], expires_t=None)
+    question = "stream?runs=mlp-1,mlp-2&after=mlp-1:0,mlp-2:0"
+    with serving(tmp_path) as server, ask(f"{server.url}/api/v1/{question}", token) as stream:
+        lines = [stream.readline().decode().strip() for _ in range(6)]
+    assert [line for line in lines if line.startswith("id:")] == [
+        f"id: mlp-1:{sizes[0]},mlp-2:0", f"id: mlp-1:{sizes[0]},mlp-2:{sizes[1]}"
+    ]  # fmt: skip
 
 
 def test_ctrl_c_does_not_wait_for_an_operation_that_hangs(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 import ssl
@@ -30,6 +31,7 @@ MAX_CONNECTIONS = 256
 MOST_CONNECTIONS = 3 * MAX_CONNECTIONS
 """More than these are cut at once: a process may often open no more than 1024 files."""
 SHUTDOWN_S = 1
+TICK_S = 1.0
 REQUEST_TIMEOUT_S = 30.0
 
 
@@ -126,15 +128,33 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Tells the open streams to end: uvicorn waits for them."""
+    """Tells the open streams to end: uvicorn waits for them. Where nobody asks it wakes once a second, not ten times:
+    the cores are for the training."""
+
+    _loop: asyncio.AbstractEventLoop | None = None
 
     def __init__(self, config: uvicorn.Config, site: Site) -> None:
         super().__init__(config)
         self._site = site
+        self._ending = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), TICK_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._site.stopping.set()
         super().handle_exit(sig, frame)
+        self.end()
+
+    def end(self) -> None:
+        """Also from a signal handler or another thread."""
+        self._site.stopping.set()
+        self.should_exit = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._ending.set)
 
 
 class WebServer:
@@ -205,5 +225,4 @@ class WebServer:
 
     def stop(self) -> None:
         """From another thread."""
-        self.site.stopping.set()
-        self._server.should_exit = True
+        self._server.end()

@@ -27,9 +27,9 @@ from shoal.spec.run_paths import RunPaths
 from shoal.web.gate import RequestRefused
 from shoal.web.table import Api, Call, encode_json
 
-POLL_S = 0.25
+POLL_S = 0.5
 HEARTBEAT_S = 15.0
-MAX_ROWS = 500
+MAX_ROWS = 1000
 MAX_STREAMS = 8
 MAX_ALL_STREAMS = 64
 MAX_RUNS = 100
@@ -100,12 +100,24 @@ class Streams:
         return StreamingResponse(self._messages(call, followed), headers=headers, media_type="text/event-stream")
 
     def _is_valid(self, call: Call) -> bool:
-        """A stream ends when its token is revoked or its session ends."""
         assert self.api is not None
         try:
             return self.api.known_identity(call.request) is not None
         except (ShoalError, OSError):  # the tokens cannot be read
             return False
+
+    def _new_messages(self, call: Call, followed: list[FollowedRun]) -> bytes | None:
+        """None if the stream ends: its token is revoked, or its session has ended."""
+        if not self._is_valid(call):
+            return None
+        told = {one.name: one.offset for one in followed}  # a connection may break after any message
+        messages = []
+        for one in followed:
+            if new := one.read():
+                told[one.name] = one.offset
+                position = ",".join(f"{name}:{offset}" for name, offset in told.items())
+                messages.append(b"id: %s\ndata: %s\n\n" % (position.encode(), encode_json(new)))
+        return b"".join(messages)
 
     async def _messages(self, call: Call, followed: list[FollowedRun]) -> AsyncIterator[bytes]:
         said_s = time.monotonic()
@@ -114,14 +126,14 @@ class Streams:
             if self._open[call.identity.name] > MAX_STREAMS:
                 return  # others were opened at the same moment
             yield b"retry: 1000\n\n"
-            while not call.site.stopping.is_set() and await run_in_threadpool(self._is_valid, call):
-                found = await run_in_threadpool(lambda: [new for one in followed if (new := one.read())])
-                for new in found:
-                    position = ",".join(f"{one.name}:{one.offset}" for one in followed)
-                    yield b"id: %s\ndata: %s\n\n" % (position.encode(), encode_json(new))
-                    said_s = time.monotonic()
-                if time.monotonic() - said_s >= HEARTBEAT_S:
-                    yield b": here\n\n"
+            while not call.site.stopping.is_set():
+                found = await run_in_threadpool(self._new_messages, call, followed)
+                if found is None:
+                    return
+                if not found and time.monotonic() - said_s >= HEARTBEAT_S:
+                    found = b": here\n\n"
+                if found:
+                    yield found
                     said_s = time.monotonic()
                 await asyncio.sleep(POLL_S)
         finally:

@@ -9,6 +9,7 @@ import { Logs } from "./logs.js";
 
 const TABS = [["curves", "Curves"], ["workers", "Workers"], ["timeline", "Timeline"], ["receipt", "Receipt"], ["logs", "Logs"], ["job", "Job"]];
 const REFETCH_POINTS = 400; // points appended by events before the curves are asked for again
+const STATE_MS = 2000; // from a step to the next look at the state of the run
 const STEP_S = "step s/"; // series of planned runs
 const LIVE = ["training", "starting"];
 
@@ -25,7 +26,10 @@ export function Run({ name, query, me }) {
     if (offset === null) return undefined;
     return follow(name, offset, ({ rows }) => {
       setFresh((old) => ({ rows, n: old.n + 1 }));
-      if (!soon.current) soon.current = setTimeout(() => { soon.current = null; refresh(); }, rows.some((row) => row.kind !== "step") ? 300 : 1000);
+      const isUrgent = rows.some((row) => row.kind !== "step");
+      if (soon.current && !isUrgent) return;
+      clearTimeout(soon.current);
+      soon.current = setTimeout(() => { soon.current = null; refresh(); }, isUrgent ? 300 : STATE_MS);
     }, refresh);
   }, [name, offset !== null]);
   useEffect(() => {
