@@ -85,6 +85,21 @@ def test_a_second_daemon_is_refused_while_the_first_lives_and_takes_over_when_it
         assert take_lease(store).epoch == 2
 
 
+def test_the_second_of_two_shoal_up_ends_with_the_reason_and_the_first_goes_on(paths):
+    first = start("shoal", "up", "--runs", paths.runs)
+    try:
+        assert "serves" in first.stdout.readline()
+        second = start("shoal", "up", "--runs", paths.runs)
+        told = "".join(second.communicate())
+        assert (second.returncode != 0, told[:5]) == (True, "SH641"), told
+        assert (first.poll(), is_served(paths)) == (None, True)
+        assert client.look(paths.runs).daemon_pid == first.pid
+    finally:
+        first.terminate()
+        first.communicate()
+    assert not is_served(paths)
+
+
 def test_a_daemon_of_another_machine_that_counts_on_is_not_replaced(store, paths, monkeypatch):
     store.change_lease(lambda old: old.taken(holder="elsewhere/another-boot/7", pid=7))
     monkeypatch.setattr(time, "sleep", lambda s: store.change_lease(lambda old: old.renewed()))
