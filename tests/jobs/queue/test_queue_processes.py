@@ -176,6 +176,38 @@ def test_jobs_of_a_queue_with_an_engine_use_all_its_hosts_with_the_same_bits(job
 
 
 @pytest.mark.long
+def test_a_damaged_queue_is_told_and_its_run_is_resumed_without_it(job_dir, job, fork_server):
+    made = job(steps=4000, checkpoint={"every": "100 steps"})
+    alone = run_executor.run(made, runs=job_dir / "alone", fork_server=fork_server)
+    runs = job_dir / "runs"
+    paths = QueuePaths.of(runs)
+    client.submit([made], runs=runs, user="ann", start=False)
+    daemon = start("shoal", "up", "--runs", runs)
+    with time_limit(240):
+        while not (run := client.look(runs).entries[1].run) or not step_of(runs / run):
+            time.sleep(0.05)
+        daemon.kill()
+        daemon.wait()
+        assert step_of(runs / run) < made.steps, "it has ended before the kill"
+        damaged = os.urandom(paths.file.stat().st_size)
+        for file in paths.root.glob("queue.sqlite*"):
+            file.unlink()
+        paths.file.write_bytes(damaged)
+        for words in (("up",), ("queue",), ("cancel", "1")):
+            told = "".join(start("shoal", *words, "--runs", runs).communicate())
+            assert told[:5] == "SH644", told
+        assert paths.file.read_bytes() == damaged
+        shoal("resume", runs / run, cwd=job_dir)
+    receipt = read_receipt_file(RunPaths.at(runs / run).receipt).own
+    assert (receipt.weights_sha256, receipt.starts) == (alone.receipt.weights_sha256, 2)
+
+
+def step_of(root):
+    paths = RunPaths.at(root)
+    return run_executor.load_run_state(paths).step if paths.events.exists() else 0
+
+
+@pytest.mark.long
 def test_kills_of_daemon_guard_and_workers_lose_no_job_and_change_no_bit(job_dir, job, fork_server, monkeypatch):
     """Six jobs; every few seconds something is killed at random. The daemon is spared until every job has made a step
     since the last kill: three kills in a row before that would hold a job, as they should."""
