@@ -20,7 +20,7 @@ from benchmarks import report
 from benchmarks.scheduling import authors, decision, fidelity, output
 from benchmarks.scheduling.application import Application, OutOfProfileError, load_applications
 from benchmarks.scheduling.cluster import ClusterPolicy, Setting, Simulation
-from benchmarks.scheduling.metrics import Isolated, load_isolated, makespan_bound, mean_summary, summary
+from benchmarks.scheduling.metrics import Isolated, load_isolated, makespan_bound, mean_bound, mean_summary, summary
 from benchmarks.scheduling.published import Optimus, Tiresias
 from benchmarks.scheduling.shoal_policy import ShoalPolicy, Sizes
 from benchmarks.scheduling.workload import WorkloadError, load_workload
@@ -71,6 +71,7 @@ class Data:
         simulation.run()
         found = summary(simulation, self.alone) | {"sim_cpu_s": time.process_time() - began}
         found["makespan_bound"] = makespan_bound(simulation, self.alone)
+        found["mean_bound"] = mean_bound(simulation, self.alone)
         if into:
             output.write(into / path.stem, simulation, self.alone, found)
         return found

@@ -15,6 +15,9 @@ from shoal.plan.scheduling.views import Floats
 Isolated = Mapping[str, tuple[Floats, Floats]]
 """By application: numbers of GPUs, and the best time alone on at most so many."""
 
+PRICES: Sequence[float] = np.geomspace(1e-4, 1.0, 120).tolist()
+"""Of a GPU second, in seconds of a job."""
+
 
 def load_isolated(data: Path) -> Isolated:
     found: dict[str, list[tuple[float, float]]] = {}
@@ -80,6 +83,20 @@ def makespan_bound(simulation: Simulation, alone: Isolated) -> float:
     last = max(job.submitted_s + isolated_s(alone[job.app.name], gpus) for job in simulation.jobs)
     work = sum(float((alone[job.app.name][0] * alone[job.app.name][1]).min()) for job in simulation.jobs)
     return max(last, min(job.submitted_s for job in simulation.jobs) + work / gpus)
+
+
+def mean_bound(simulation: Simulation, alone: Isolated) -> float:
+    """No shorter mean time is possible with the GPU seconds until the present end, while jobs keep one size: as if no
+    job ever waited for another. The dual of that choice of sizes; every price of a GPU second gives a bound."""
+    jobs = simulation.jobs
+    gpus = simulation.setting.nodes * simulation.setting.gpus_per_node
+    until_s = max(job.finished_s or 0.0 for job in jobs) - min(job.submitted_s for job in jobs)
+    tables = [alone[job.app.name] for job in jobs]
+    totals: list[float] = [
+        sum(float((times * (1.0 + price * sizes)).min()) for sizes, times in tables) - price * until_s * gpus
+        for price in PRICES
+    ]
+    return max(totals) / len(jobs)
 
 
 def mean_summary(found: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from benchmarks.scheduling.application import OutOfProfileError, load_applicatio
 from benchmarks.scheduling.batch import choices, split
 from benchmarks.scheduling.cluster import Setting, Simulation
 from benchmarks.scheduling.job import placement_of
-from benchmarks.scheduling.metrics import isolated_s, load_isolated, makespan_bound
+from benchmarks.scheduling.metrics import isolated_s, load_isolated, makespan_bound, mean_bound
 from benchmarks.scheduling.published import Optimus, Tiresias
 from benchmarks.scheduling.shoal_policy import ShoalPolicy
 from benchmarks.scheduling.workload import load_workload
@@ -135,6 +135,17 @@ def test_no_policy_ends_before_the_bound(data, monkeypatch, capsys):
     assert alike["exponent"] == 1
     assert (alike["mean_jct"], alike["makespan"]) == (fair["mean_jct"], fair["makespan"])
     assert alike["makespan"] > alike["makespan_bound"]
+
+
+def test_no_policy_has_a_shorter_mean_time_than_the_bound(data, monkeypatch, capsys):
+    jobs, simulation = simulated(data, Tiresias)
+    sizes, times = load_isolated(data)["tiny"]
+    assert mean_bound(simulation, {"tiny": (sizes, times)}) == pytest.approx(times.min(), rel=0.01), "GPUs for all"
+    budget_s = max(job.finished_s for job in jobs.values()) - 10
+    slow = times * 64 * budget_s / (len(JOBS) * (sizes * times).min())
+    assert mean_bound(simulation, {"tiny": (sizes, slow)}) > 1.2 * slow.min(), "only the cheapest size is left"
+    found = run(monkeypatch, capsys, "simulate", data)
+    assert found["mean_jct"] > found["mean_bound"] > 0
 
 
 def test_simulate_writes_what_is_needed_to_replay(data, tmp_path, monkeypatch, capsys):

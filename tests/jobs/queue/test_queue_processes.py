@@ -85,6 +85,21 @@ def test_a_second_daemon_is_refused_while_the_first_lives_and_takes_over_when_it
         assert take_lease(store).epoch == 2
 
 
+def test_the_second_of_two_shoal_up_ends_with_the_reason_and_the_first_goes_on(paths):
+    first = start("shoal", "up", "--runs", paths.runs)
+    try:
+        assert "serves" in first.stdout.readline()
+        second = start("shoal", "up", "--runs", paths.runs)
+        told = "".join(second.communicate())
+        assert (second.returncode != 0, told[:5]) == (True, "SH641"), told
+        assert (first.poll(), is_served(paths)) == (None, True)
+        assert client.look(paths.runs).daemon_pid == first.pid
+    finally:
+        first.terminate()
+        first.communicate()
+    assert not is_served(paths)
+
+
 def test_a_daemon_of_another_machine_that_counts_on_is_not_replaced(store, paths, monkeypatch):
     store.change_lease(lambda old: old.taken(holder="elsewhere/another-boot/7", pid=7))
     monkeypatch.setattr(time, "sleep", lambda s: store.change_lease(lambda old: old.renewed()))
@@ -158,6 +173,38 @@ def test_jobs_of_a_queue_with_an_engine_use_all_its_hosts_with_the_same_bits(job
         assert read_receipt_file(paths.receipt).own.weights_sha256 == undisturbed.receipt.weights_sha256
     logs = [log.read_text() for paths in runs_of for log in paths.logs.glob("worker-*.log")]
     assert {line for log in logs for line in log.splitlines() if "machine-" in line} == {"on machine-0", "on machine-1"}
+
+
+@pytest.mark.long
+def test_a_damaged_queue_is_told_and_its_run_is_resumed_without_it(job_dir, job, fork_server):
+    made = job(steps=4000, checkpoint={"every": "100 steps"})
+    alone = run_executor.run(made, runs=job_dir / "alone", fork_server=fork_server)
+    runs = job_dir / "runs"
+    paths = QueuePaths.of(runs)
+    client.submit([made], runs=runs, user="ann", start=False)
+    daemon = start("shoal", "up", "--runs", runs)
+    with time_limit(240):
+        while not (run := client.look(runs).entries[1].run) or not step_of(runs / run):
+            time.sleep(0.05)
+        daemon.kill()
+        daemon.wait()
+        assert step_of(runs / run) < made.steps, "it has ended before the kill"
+        damaged = os.urandom(paths.file.stat().st_size)
+        for file in paths.root.glob("queue.sqlite*"):
+            file.unlink()
+        paths.file.write_bytes(damaged)
+        for words in (("up",), ("queue",), ("cancel", "1")):
+            told = "".join(start("shoal", *words, "--runs", runs).communicate())
+            assert told[:5] == "SH644", told
+        assert paths.file.read_bytes() == damaged
+        shoal("resume", runs / run, cwd=job_dir)
+    receipt = read_receipt_file(RunPaths.at(runs / run).receipt).own
+    assert (receipt.weights_sha256, receipt.starts) == (alone.receipt.weights_sha256, 2)
+
+
+def step_of(root):
+    paths = RunPaths.at(root)
+    return run_executor.load_run_state(paths).step if paths.events.exists() else 0
 
 
 @pytest.mark.long

@@ -24,6 +24,7 @@ from shoal.jobs.queue.queue_store import QueueStore
 from shoal.jobs.remote.code_archive import pack_code
 from shoal.plan.queueing import transitions
 from shoal.plan.queueing.speed import Measured
+from shoal.spec.load import save_job
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -277,22 +278,29 @@ READS = (
 )  # fmt: skip
 
 
+READ_ONLY = """
+import subprocess, sys
+queue, runs, job = sys.argv[1:]
+subprocess.run(["mount", "--bind", "-o", "ro", queue, queue], check=True)
+subprocess.run(["mount", "-o", "remount,bind,ro", queue], check=True)
+for words in (["cancel", "1"], ["priority", "1", "5"], ["submit", job], ["up"]):
+    done = subprocess.run([sys.executable, "-m", "shoal", *words, "--runs", runs], capture_output=True, text=True)
+    print(done.returncode != 0, (done.stdout + done.stderr)[:5])
+"""
+
+
 def test_a_queue_that_cannot_be_written_says_so_and_keeps_its_jobs(paths, job, tmp_path):
+    """As its owner, and as root, on a file system that is mounted for reading only."""
+    save_job(job(), tmp_path / "job.yaml")
     with QueueStore(paths) as store:
         store.submit([job()], user="ann")
-    code = (
-        "import subprocess, sys; from pathlib import Path;"
-        "subprocess.run(['mount', '--bind', '-o', 'ro', sys.argv[1], sys.argv[1]], check=True);"
-        "subprocess.run(['mount', '-o', 'remount,bind,ro', sys.argv[1]], check=True);"
-        "from shoal.jobs.queue.client import cancel; from shoal.errors import ShoalError\n"
-        "try: cancel(Path(sys.argv[2]), 1)\n"
-        "except ShoalError as failure: print(failure.code)"
-    )
-    command = ["unshare", "-rm", sys.executable, "-c", code, str(paths.root), str(paths.runs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    before = paths.file.read_bytes()
+    words = [sys.executable, "-c", READ_ONLY, str(paths.root), str(paths.runs), str(tmp_path / "job.yaml")]
+    done = subprocess.run(["unshare", "-rm", *words], capture_output=True, text=True, check=False)
     if "unshare" in done.stderr:
         pytest.skip("this machine has no user namespaces")
-    assert done.stdout.strip() == "SH642", done.stderr
+    assert done.stdout.splitlines() == ["True SH642"] * 4, done
+    assert paths.file.read_bytes() == before
     with QueueStore(paths) as store:
         assert store.get(1).state == "waiting"
 
