@@ -158,6 +158,7 @@ def drive(directory: Path, asked: argparse.Namespace, *, kills: int) -> tuple[Dr
         told = search.told()
         if not search.wait(lambda told=told: search.told() >= told + 2 and len(search.trainers()) == asked.workers):  # type: ignore[misc]
             raise SystemExit("the search ended before all kills: give it more --trials")
+        time.sleep(search.rng.uniform(0.0, 1.0))
         search.kill_trainer() if number % 2 else search.kill_driver()
     assert search.process is not None
     search.process.wait()
@@ -171,7 +172,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=6, help="of each kind")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--trials", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=12_000, help="of a whole training: it lasts some seconds")
 
 
 def run(asked: argparse.Namespace) -> list[dict[str, Any]]:
