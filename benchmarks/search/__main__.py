@@ -1,5 +1,5 @@
 """`python -m benchmarks.search simulate`, `price` and `disk`: searches on tables of learning curves. `decisions`: how
-long deciding takes. `overhead`, `race` and `price_real`: real trainings."""
+long deciding takes. `overhead`, `race`, `kills` and `price_real`: real trainings."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ REAL = {
     "decisions": "processor time of a decision at 50 to 1000 trials",
     "overhead": "seconds per trial beyond its training, beside Optuna and Ray Tune",
     "race": "the best value over time on MNIST, beside Optuna and Ray Tune, with kills",
+    "kills": "how soon a search trains again after kill -9 of the search or of a trial's worker",
     "price_real": "wall time in reproducible order against the order of the clock",
 }
 """Parts without tables, each a module with `add_arguments` and `run`."""
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--time", type=float, default=10.0, help="units of time: 1 is an average full training")
     run.add_argument("--slots", type=int, help="of Shoal's search; as many as workers without it")
     run.add_argument("--lanes", type=int, default=LANES, help="workers that one of its trials can use; 1: nobody helps")
-    run.add_argument("--warm", type=int, default=0, help="Shoal begins with the best rows of so many other tables")
+    run.add_argument("--warm", type=int, default=0, help="searches on so many other tables come before Shoal's")
     cost = parts.add_parser("price", help="work done in reproducible order against the order of the clock")
     cost.add_argument("--workers", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     cost.add_argument("--lanes", type=int, default=LANES, help="workers that one trial can use")

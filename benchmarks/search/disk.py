@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 from benchmarks.search.simulate import default_search
 from benchmarks.search.tables import CurveTable
 from benchmarks.search.workers import Carried, SimulatedFleet
+from shoal.plan.search.standing import parts_ahead
 from shoal.plan.search.trial import Stretch
 
 
 @dataclass
 class ForgettingFleet(SimulatedFleet):
-    """Keeps the checkpoints of at most `most` paused trials, as the driver does: those at a low unit with a bad value
-    are forgotten first."""
+    """Keeps the checkpoints of at most `most` paused trials, as the driver does: those that many others were ahead of
+    at their unit are forgotten first."""
 
     most: int | None = None
     again: float = 0.0
@@ -26,7 +28,8 @@ class ForgettingFleet(SimulatedFleet):
     retrained: int = 0
     peak: int = 0
     stretches: list[Stretch] = field(default_factory=list)
-    _paused: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _paused: dict[int, int] = field(default_factory=dict)
+    _scores: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     _forgotten: set[int] = field(default_factory=set)
 
     def carry(self, stretch: Stretch) -> Carried:
@@ -45,11 +48,17 @@ class ForgettingFleet(SimulatedFleet):
     def release(self, carried: Carried) -> None:
         super().release(carried)
         stretch = carried.stretch
+        best = self._scores[stretch.start].get(stretch.trial, -np.inf)
+        for unit, error in enumerate(carried.errors, start=stretch.start + 1):
+            if np.isfinite(error):
+                best = max(best, -float(error))
+                self._scores[unit][stretch.trial] = best
         if np.isfinite(carried.errors).all() and stretch.end < self.table.error.shape[1]:
-            self._paused[stretch.trial] = stretch.end, -float(carried.errors.min())
+            self._paused[stretch.trial] = stretch.end
         self.peak = max(self.peak, len(self._paused))
         while self.most is not None and len(self._paused) > self.most:
-            worst = min(self._paused, key=lambda trial: self._paused[trial])
+            ahead = parts_ahead(self._paused, self._scores)
+            worst = min(self._paused, key=lambda trial: (-ahead[trial], self._paused[trial]))
             del self._paused[worst]
             self._forgotten.add(worst)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from benchmarks.search.free_running import run_rival
 from benchmarks.search.rivals import make_rival
 from benchmarks.search.tables import CurveTable, TableSpace
 from benchmarks.search.workers import LANES, Observations, SimulatedFleet
-from shoal.plan.search.make import make_search
+from shoal.plan.search.make import Values, first_trials, make_search
 from shoal.plan.search.virtual import VirtualSearch
 from shoal.spec.job import Job
 
@@ -22,8 +23,8 @@ TIMES = (1.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a search is simulated. `slots`: as many as workers without it. `warm`: Shoal's search begins with the best
-    configurations of so many other tables."""
+    """How a search is simulated. `slots`: as many as workers without it. `warm`: Shoal's search begins with what
+    earlier searches on so many other tables suggest."""
 
     order: str = "virtual"
     workers: int = 4
@@ -33,10 +34,14 @@ class Conditions:
     warm: int = 0
 
 
+EARLIER = Conditions()
+EARLIER_SEED = 100
+
+
 def simulate(tables: Sequence[CurveTable], policy: str, asked: Conditions, *, seeds: int) -> dict[str, Any]:
     """Mean regret over tables and seeds, with standard errors, and the processor time of a decision."""
     named = [(t, seed) for t in tables for seed in range(seeds)]
-    runs = [_run(t, policy, asked, seed=s, first=best_elsewhere(tables, t, asked.warm, s)) for t, s in named]
+    runs = [_run(t, policy, asked, seed=s, first=earlier_values(tables, t, asked.warm, s)) for t, s in named]
     order = asked.order if policy == "shoal" else "clock"
     row: dict[str, Any] = {"policy": policy, "order": order, "workers": asked.workers}
     if policy == "shoal":
@@ -54,20 +59,25 @@ def simulate(tables: Sequence[CurveTable], policy: str, asked: Conditions, *, se
     return row | {"runs": len(runs)}
 
 
-def best_elsewhere(tables: Sequence[CurveTable], t: CurveTable, count: int, seed: int) -> list[dict[str, float]]:
-    """The configurations with the best final value in some other tables of the same space."""
+def earlier_values(tables: Sequence[CurveTable], t: CurveTable, count: int, seed: int) -> list[Values]:
+    """What earlier searches on some other tables of the same space suggest."""
     others = [one for one in tables if one is not t and one.cube.shape[1] == t.cube.shape[1]]
     if count > len(others):
         raise SystemExit(f"{t.name}: there are {len(others)} other tables of the same space, fewer than {count}")
     generator = np.random.default_rng([seed, *t.name.encode()])
-    chosen = [others[i] for i in generator.permutation(len(others))[:count]]
-    places = [one.cube[np.nanargmin(one.error[:, -1])] for one in chosen]
-    return [{f"x{i}": float(value) for i, value in enumerate(place)} for place in places]
+    return first_trials([earlier_search(others[i]) for i in generator.permutation(len(others))[:count]])
 
 
-def _run(
-    t: CurveTable, policy: str, asked: Conditions, *, seed: int, first: Sequence[Mapping[str, float]]
-) -> Observations:
+@cache
+def earlier_search(t: CurveTable) -> list[tuple[Values, float]]:
+    """A search without any before it, with a seed of its own: places and costs of its trials, the best first."""
+    plan = default_search(t, slots=EARLIER.workers, order=EARLIER.order, seed=EARLIER_SEED)
+    SimulatedFleet(t, plan, EARLIER.workers, EARLIER.horizon, EARLIER_SEED).run()
+    ranked = plan.ledger.ranking(one for one in plan.ledger.trials if one.rows and one.status != "failed")
+    return [({f"x{i}": place for i, place in enumerate(one.point.cube)}, one.shape.cost) for one in ranked]
+
+
+def _run(t: CurveTable, policy: str, asked: Conditions, *, seed: int, first: Sequence[Values]) -> Observations:
     if policy != "shoal":
         return run_rival(t, make_rival(policy, t, seed), workers=asked.workers, horizon=asked.horizon, seed=seed)
     plan = default_search(t, slots=asked.slots or asked.workers, order=asked.order, seed=seed, first=first)
@@ -82,7 +92,7 @@ def default_search(
     order: str,
     seed: int,
     sampler: str = "gp",
-    first: Sequence[Mapping[str, float]] = (),
+    first: Sequence[Values] = (),
 ) -> VirtualSearch:
     """The default policy of a job, with the rows of the table as its space. `first`: what is tried first."""
     job = Job.model_validate(

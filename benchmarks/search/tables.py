@@ -16,7 +16,7 @@ ARRAYS = ("u", "x", "y", "t")
 ROUNDED = 1e-6
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CurveTable:
     """`cube`: rows x dimensions, in the unit cube. `error`: rows x epochs, NaN from where it diverged. `time`: rows x
     epochs, since the start, in units of the mean training. `best` and `median` are of the configurations' values at the

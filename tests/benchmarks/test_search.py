@@ -8,7 +8,7 @@ import pytest
 from benchmarks.search import __main__ as searching
 from benchmarks.search.disk import disk
 from benchmarks.search.price import price
-from benchmarks.search.simulate import Conditions, best_elsewhere, simulate
+from benchmarks.search.simulate import Conditions, default_search, earlier_values, simulate
 from benchmarks.search.tables import load_table, load_tables
 
 ROWS, POINTS = 60, 9
@@ -129,19 +129,23 @@ def test_tables_of_any_size_are_searched(points, rows, tmp_path):
     assert 0 <= found["regret at 2.5"] <= found["regret at 1"]
 
 
-def test_a_warm_search_begins_with_the_best_of_other_tables(tmp_path):
-    """Two tables with the same best place: the second search finds it at once."""
+def test_a_warm_search_begins_with_what_searches_on_other_tables_found(tmp_path):
+    """Two tables with the same best place."""
     cube, _ = curves()
     for name in ("one", "two"):
         error = ((cube - 0.5) ** 2).sum(axis=1)[:, None] + 1 / (1 + np.arange(POINTS))[None]
         np.savez(tmp_path / f"{name}.npz", u=cube, y=error)
     tables = load_tables(tmp_path)
-    (first,) = best_elsewhere(tables, tables[0], 1, seed=0)
-    assert tuple(first.values()) == tuple(cube[np.argmin(((cube - 0.5) ** 2).sum(axis=1))])
+    first = earlier_values(tables, tables[0], 1, seed=0)
+    places = [tuple(one.values()) for one in first]
+    assert len(places) == 8
+    assert tuple(cube[np.argmin(((cube - 0.5) ** 2).sum(axis=1))]) in places
+    plan = default_search(tables[0], slots=1, order="virtual", seed=0, first=first)
+    assert [point.cube for point in plan.suggestions] == places
     found = simulate(tables, "shoal", Conditions(horizon=2.5, warm=1), seeds=1)
     assert (found["warm"], found["regret at 2.5"]) == (1, 0.0)
     with pytest.raises(SystemExit, match="there are 1 other tables"):
-        best_elsewhere(tables, tables[0], 2, seed=0)
+        earlier_values(tables, tables[0], 2, seed=0)
 
 
 def test_equal_values_of_a_column_share_their_place(tmp_path):

@@ -22,14 +22,18 @@ def test_without_matplotlib_the_fix_is_told(make, job_dir, monkeypatch):
 @pytest.mark.long
 def test_a_search_is_drawn_at_any_time(make, search, job_dir):
     """Also before it has a trial, and with choices that are sections."""
-    pytest.importorskip("matplotlib")
+    imread = pytest.importorskip("matplotlib.image").imread
     empty = create(make(), job_dir / "empty")
     sections = {"optimizer": [{"name": "AdamW"}, {"name": "SGD", "args": {"momentum": {"low": 0.5, "high": 0.9}}}]}
     whole = search(1, search=PROMOTE | {"space": sections})
-    for paths in (empty, whole.paths):
-        file = job_dir / f"{paths.name}.png"
+    drawn = []
+    for name, paths in (("empty", empty), ("whole", whole.paths)):
+        file = job_dir / f"{name}.png"
         draw_search(read_search(paths), file)
         assert file.read_bytes().startswith(b"\x89PNG")
+        drawn.append(imread(file))
+    lines = [(picture[picture.shape[0] // 2 :, :, :3].min(axis=2) < 0.95).sum() for picture in drawn]
+    assert lines[1] > 1.2 * lines[0], "no line for any trial"
     with pytest.raises(ShoalError) as caught:
         draw_search(read_search(empty), job_dir / "nowhere" / "search.png")
     assert caught.value.code == "SH503"

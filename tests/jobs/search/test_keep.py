@@ -51,3 +51,20 @@ def test_trials_under_way_keep_theirs(make, job_dir):
     assert file.exists()
     assert [row.trial for row in keeper.make_room(SearchTable.of(rows), busy=())] == [0]
     assert not file.exists()
+
+
+def test_what_is_promoted_next_stays_whatever_its_unit(make, job_dir):
+    """Trial 3 has come further than trial 4, but three of four were ahead of it there; one of five was, of trial 4."""
+    job = make(search={"keep": "0 MB"})
+    paths, rows = create(job, job_dir / "runs"), []
+    for number, (unit, accuracy) in enumerate([(4, 0.9), (2, 0.7), (2, 0.6), (2, 0.5), (1, 0.8)]):
+        rows += [
+            ShapeRow(trial=number, changes={}, units=UNITS, cost=1.0),
+            DecidedRow(number=number, slot=0, trial=number, changes={}, start=0, end=unit, begins=0.0, ends=1.0),
+            ToldRow(number=number, rows=[{"accuracy": accuracy}] * unit),
+        ]
+        file = paths.trial(number).checkpoints / "state"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(bytes([number]) * 1000)
+    forgotten = Keeper(job, paths).make_room(SearchTable.of(rows), busy=())
+    assert [row.trial for row in forgotten] == [0, 3, 2, 1, 4]

@@ -88,8 +88,9 @@ def test_killed_workers_change_nothing(policy, search):
     assert disturbed.receipt.search_sha256 == undisturbed.receipt.search_sha256
 
 
-def start_process(job_file, runs, *arguments):
-    command = [sys.executable, "-m", "shoal", "search", *arguments, "--runs", str(runs), "--json", "--workers", "2"]
+def start_process(job_file, runs, *arguments, workers=2):
+    command = [sys.executable, "-m", "shoal", "search", *arguments, "--runs", str(runs), "--json"]
+    command += ["--workers", str(workers)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=job_file.parent, env=environment)
 

@@ -49,6 +49,22 @@ def test_the_best_eight_of_an_earlier_search_come_first_each_once(earlier, tmp_p
     assert first[8] not in best[:8]
 
 
+def test_several_searches_take_turns_after_a_users_own_values(earlier, tmp_path):
+    """What both found is tried once."""
+    other = search_dir.create(search_job(seed=9), tmp_path)
+    journal = Journal(other.journal)
+    for row in continued(search_job(seed=9), []):
+        journal.append(row)
+    journal.close()
+    own = {"optimizer.args.lr": 0.002}
+    start = with_start_values(search_job(start=["small-1", own, "small-2", "small-1"]), tmp_path).search.start
+    one, two = (with_start_values(search_job(start=[name]), tmp_path).search.start for name in ("small-1", "small-2"))
+    assert one[0] != two[0]
+    assert start[:5] == [own, one[0], two[0], one[1], two[1]]
+    assert len(start) == 13
+    assert all(values not in start[:i] for i, values in enumerate(start))
+
+
 def test_values_outside_of_the_new_space_are_left_out(earlier, tmp_path):
     narrow = {"optimizer.args.lr": {"low": 1e-9, "high": 1e-8}, "batch_size": [16, 32]}
     job = with_start_values(search_job(start=["small-1"], space=narrow), tmp_path)

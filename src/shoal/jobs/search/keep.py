@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from shoal.jobs.search.journal import ForgottenRow
 from shoal.jobs.search.search_dir import SearchPaths
 from shoal.jobs.search.shared_files import FileSizes, SharedFiles, file_sizes, total_bytes
 from shoal.jobs.search.table import Judge, SearchTable, TrialEntry
 from shoal.jobs.search.trials import forget
+from shoal.plan.search.standing import parts_ahead
 from shoal.spec.job import Job
 
 
@@ -34,7 +35,9 @@ class Keeper:
                 self._measure(trial.number)
         if self._limit_bytes is None:
             return
-        order = sorted(resting, key=self._worth)
+        if total_bytes(self._sizes[t.number] for t in resting) <= self._limit_bytes:
+            return
+        order = self._in_order(resting, table)
         while order and total_bytes(self._sizes[t.number] for t in order) > self._limit_bytes:
             trial = order.pop(0)
             if self._sizes[trial.number]:
@@ -47,7 +50,18 @@ class Keeper:
         self._shared.share(paths)
         self._sizes[number] = file_sizes(paths)
 
-    def _worth(self, trial: TrialEntry) -> tuple[bool, bool, int, float]:
-        """Small for what is forgotten first: failed trials, then complete ones, then those at a low unit with a bad
-        value."""
-        return trial.state == "paused", trial.state == "complete", trial.unit, self._judge.score(trial)
+    def _in_order(self, resting: Sequence[TrialEntry], table: SearchTable) -> list[TrialEntry]:
+        """What is forgotten first: failed trials, then complete ones, then paused ones that many others were ahead of
+        at their unit. The same part of a rung is promoted, whatever its unit."""
+        paused = {trial.number: trial.unit for trial in resting if trial.state == "paused"}
+        scores = {
+            unit: {t.number: self._judge.score(t, unit=unit) for t in table.trials.values() if t.unit >= unit}
+            for unit in set(paused.values())
+        }
+        ahead = parts_ahead(paused, scores)
+
+        def worth(trial: TrialEntry) -> tuple[bool, bool, float, int, float]:
+            part = ahead.get(trial.number, 0.0)
+            return trial.state == "paused", trial.state == "complete", -part, trial.unit, self._judge.score(trial)
+
+        return sorted(resting, key=worth)

@@ -157,10 +157,10 @@ class Judge:
         score = self.score(trial, objective)
         return self.objectives[objective].sign * score if math.isfinite(score) else math.nan
 
-    def score(self, trial: TrialEntry, objective: int = 0) -> float:
-        """Larger is better; -inf if there is none."""
-        several = len(self.objectives) > 1
-        return counted(self.objectives[objective], trial.rows, trial.facts, means=self.means, several=several)
+    def score(self, trial: TrialEntry, objective: int = 0, *, unit: int | None = None) -> float:
+        """Larger is better; -inf if there is none. `unit`: after so many units, in place of all."""
+        rows, several = trial.rows[:unit], len(self.objectives) > 1
+        return counted(self.objectives[objective], rows, trial.facts, means=self.means, several=several)
 
     def values(self, trial: TrialEntry) -> dict[str, float]:
         return {goal.metric: self.value(trial, i) for i, goal in enumerate(self.objectives)}

@@ -1,8 +1,11 @@
-"""The plan of a job's search."""
+"""The plan of a job's search, and what it takes over from earlier ones."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
+from statistics import NormalDist
 from typing import Any
 
 from shoal.plan.search.ledger import Ledger
@@ -12,6 +15,14 @@ from shoal.plan.search.space import Space
 from shoal.plan.search.virtual import VirtualSearch
 from shoal.spec.job import Job
 from shoal.spec.search import ObjectiveConfig
+
+Values = Mapping[str, Any]
+
+BEST_OF_A_SEARCH = 8
+BEST_OF_SEVERAL = 12
+"""More would use up the first training's time at the first rung."""
+CHEAPER = 0.3
+"""What a smaller cost counts beside a better place: in spreads of the values, for the logarithm of the cost."""
 
 
 def make_search(
@@ -65,3 +76,25 @@ def own_values(job: Job, space: Mapping[str, Any]) -> dict[str, Any]:
         if here is not None:
             found[key] = here
     return found
+
+
+def first_trials(searches: Sequence[Sequence[tuple[Values, float]]]) -> list[Values]:
+    """The values that a new search tries first, from the values and costs of the trials of each earlier search, the
+    best first. Searches take turns: which of them is most like the new one is not known yet."""
+    turns = zip_longest(*map(in_order_of_promise, searches))
+    found: list[Values] = []
+    for values in chain.from_iterable(turns):
+        if values is not None and values not in found:
+            found.append(values)
+    return found[: BEST_OF_A_SEARCH if len(searches) == 1 else max(BEST_OF_SEVERAL, len(searches))]
+
+
+def in_order_of_promise(trials: Sequence[tuple[Values, float]]) -> list[Values]:
+    """A cheap trial stands before one that is only a little better: it shows its value sooner."""
+
+    def promise(place: int) -> float:
+        cost = trials[place][1]
+        score = NormalDist().inv_cdf(1 - (place + 0.5) / len(trials))
+        return score - CHEAPER * math.log(cost) if 0 < cost < math.inf else score
+
+    return [trials[place][0] for place in sorted(range(len(trials)), key=lambda place: (-promise(place), place))]
