@@ -98,7 +98,7 @@ def test_targets_that_are_not_met_have_an_exit_code_of_their_own(tmp_path, capsy
     """The best that was found is named."""
     report = CompressionReport(parent="one-1", parent_sha256="0" * 64, rungs=[], chosen="int8", targets_met=False)
     made = Compressed(RunPaths.at(tmp_path / "one-compressed-1"), report)
-    code = compress_verb._missed(made, CompressRequest(RunPaths.at(tmp_path / "one-1"), tmp_path))
+    code = compress_verb._missed(made)
     assert code == 6
     said = capsys.readouterr().err
     assert "SH663" in said
