@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.spec.compression.measured import CompressionReport, RungReport
+from shoal.spec.compression.steps import CutStep, LowRankStep
 from shoal.terminal import formatting
 
 
@@ -67,4 +68,19 @@ def _verdict(report: CompressionReport) -> list[str]:
             f"Test part, looked at once: {test.metric} {test.value:.4f}, the parent {test.parent:.4f} "
             f"(drop {test.drop:+.2%}, at most {test.drop_bound:.2%}, {test.samples} samples)."
         )
-    return lines + [f"Note: {note}" for note in report.notes]
+    return lines + [f"Note: {note}" for note in report.notes] + _refused(report)
+
+
+def _refused(report: CompressionReport) -> list[str]:
+    """The layers that no rung could make smaller, a line for each reason."""
+    made = (step for one in report.rungs for step in one.steps if isinstance(step, CutStep | LowRankStep))
+    smaller = {name for step in made for name in step.layers}
+    layers: dict[str, list[str]] = {}
+    for name, why in {name: why for one in report.rungs for name, why in one.refused.items()}.items():
+        if name not in smaller:
+            layers.setdefault(why, []).append(name)
+    return [f"Left whole: {_first(names)}: {why}" for why, names in layers.items()]
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
