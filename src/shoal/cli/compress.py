@@ -55,22 +55,16 @@ def compress(
     request = CompressRequest(
         parent, runs, workers=_workers(workers), show=lambda text: console.print(text, style="dim")
     )
-    if replay is None:
-        _print_and_exit(lambda: climb(request, config), as_json=as_json)
-    recipe = read_recipe(replay)
-    _print_and_exit(lambda: take_steps(request, recipe), as_json=as_json)
+    recipe = None if replay is None else read_recipe(replay)
+    _print_and_exit(lambda: climb(request, config) if recipe is None else take_steps(request, recipe), as_json=as_json)
 
 
 def resume_compression(paths: RunPaths, *, as_json: bool, quiet: bool) -> NoReturn:
     from shoal.jobs.compression.compress import resume
 
     console = output.console(as_json)
-
-    def show(text: object) -> None:
-        if not quiet:
-            console.print(text, style="dim")
-
-    _print_and_exit(lambda: resume(paths, show=show), as_json=as_json)
+    console.quiet = quiet
+    _print_and_exit(lambda: resume(paths, show=lambda text: console.print(text, style="dim")), as_json=as_json)
 
 
 def _config(config: CompressConfig, targets: list[str], max_drop: str, *, lossless: bool) -> CompressConfig:

@@ -79,8 +79,5 @@ def _refused(report: CompressionReport) -> list[str]:
     for name, why in {name: why for one in report.rungs for name, why in one.refused.items()}.items():
         if name not in smaller:
             layers.setdefault(why, []).append(name)
-    return [f"Left whole: {_first(names)}: {why}" for why, names in layers.items()]
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    more = {why: f" and {len(names) - 3} more" if len(names) > 3 else "" for why, names in layers.items()}
+    return [f"Left whole: {', '.join(names[:3])}{more[why]}: {why}" for why, names in layers.items()]
