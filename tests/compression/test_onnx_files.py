@@ -11,7 +11,8 @@ from shoal.plan.compression import join_ranges
 from shoal.tasks.own_loss import with_plain_inputs
 from tests.compression.networks import Residual, Transformer, dense, randomise_norms
 
-for library in ("onnx", "onnxscript", "onnxruntime"):
+onnx = pytest.importorskip("onnx", reason="the extra compress is not installed")
+for library in ("onnxscript", "onnxruntime"):
     pytest.importorskip(library, reason="the extra compress is not installed")
 
 
@@ -39,6 +40,12 @@ def test_the_file_computes_what_the_model_does(tmp_path, make, x):
         quantise_onnx(tmp_path / "model.onnx", tmp_path / "again.onnx", both)
         rounded = OnnxModel(tmp_path / "small.onnx")(x)
     assert (tmp_path / "small.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
+    graph = onnx.load(tmp_path / "small.onnx").graph
+    kinds = {node.op_type for node in graph.node}
+    assert {"QuantizeLinear", "DequantizeLinear"} <= kinds
+    assert "DynamicQuantizeLinear" not in kinds, "ranges are in the file"
+    matrices = [one for one in graph.initializer if len(one.dims) > 1]
+    assert {one.data_type for one in matrices} == {onnx.TensorProto.INT8}
     assert not torch.equal(rounded, model(x))
     assert (rounded - model(x)).abs().max() < 0.1 * model(x).abs().max()
     assert str(tmp_path).encode() not in (tmp_path / "model.onnx").read_bytes()
