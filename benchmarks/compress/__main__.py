@@ -1,6 +1,6 @@
 """python -m benchmarks.compress [row ...] --mnist DIR --text FILE [--seeds N] [--first-seed K] [--rivals] [--keep]
 
-`--keep` stores after each seed. With `--first-seed 1` the stored seeds before it stay, and the next ones are added.
+`--keep` stores after each seed. Stored seeds that are not measured again stay: with `--first-seed 1`, seed 0.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--mnist", type=Path, default=Path("mnist"), help="the directory of MNIST's four files")
     parser.add_argument("--text", type=Path, default=Path("input.txt"), help="the text that the GPT learns")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0, help="measure from this seed on; stored ones before stay")
+    parser.add_argument("--first-seed", type=int, default=0, help="measure from this seed on; stored others stay")
     parser.add_argument("--keep", action="store_true", help="store the results beside those of other benchmarks")
     parser.add_argument("--rivals", action="store_true", help="other tools on the parents of these rows instead")
     asked = parser.parse_args()
@@ -119,9 +119,10 @@ def main() -> None:
         return
     for name in asked.rows or [*TRIALS, *shrinking.SHRINKS]:
         earlier = report.kept("compress").get(name, {}).get("seeds", [])
-        rows = [row for row in earlier if row["seed"] < asked.first_seed]
+        found = {row["seed"]: row for row in earlier}
         for seed in range(asked.first_seed, asked.seeds):
-            rows.append(measure_row(name, asked, seed))
+            found[seed] = measure_row(name, asked, seed)
+            rows = [found[one] for one in sorted(found)]
             if asked.keep:
                 report.keep("compress", name, {"command": f"python -m benchmarks.compress {name}", "seeds": rows})
         Console().print(report.table(name, [{k: v for k, v in row.items() if k != "rungs"} for row in rows]))

@@ -1,5 +1,7 @@
 """ONNX files compute what the model computes, with any batch; the bytes depend on the model alone."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,8 @@ from shoal.plan.compression import join_ranges
 from shoal.tasks.own_loss import with_plain_inputs
 from tests.compression.networks import Residual, Transformer, dense, randomise_norms
 
-for library in ("onnx", "onnxscript", "onnxruntime"):
+onnx = pytest.importorskip("onnx", reason="the extra compress is not installed")
+for library in ("onnxscript", "onnxruntime"):
     pytest.importorskip(library, reason="the extra compress is not installed")
 
 
@@ -39,6 +42,13 @@ def test_the_file_computes_what_the_model_does(tmp_path, make, x):
         quantise_onnx(tmp_path / "model.onnx", tmp_path / "again.onnx", both)
         rounded = OnnxModel(tmp_path / "small.onnx")(x)
     assert (tmp_path / "small.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
+    graph = onnx.load(tmp_path / "small.onnx").graph
+    kinds = {node.op_type for node in graph.node}
+    assert {"QuantizeLinear", "DequantizeLinear"} <= kinds
+    assert "DynamicQuantizeLinear" not in kinds, "ranges are in the file"
+    matrices = {one.name: (one.data_type, math.prod(one.dims)) for one in graph.initializer if len(one.dims) > 1}
+    bytewise = [size for kind, size in matrices.values() if kind in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)]
+    assert sum(bytewise) > 0.95 * sum(size for _, size in matrices.values()), "all but places, which are added"
     assert not torch.equal(rounded, model(x))
     assert (rounded - model(x)).abs().max() < 0.1 * model(x).abs().max()
     assert str(tmp_path).encode() not in (tmp_path / "model.onnx").read_bytes()

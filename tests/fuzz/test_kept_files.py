@@ -42,7 +42,14 @@ from shoal.net.errors import LinkError
 from shoal.plan.fault_plan import read_fault_plan
 from shoal.server import numpy_format, snapshot
 from shoal.server.config import StandaloneServerConfig, build_config
-from shoal.spec.compression.measured import REPORT, Recipe, read_recipe, read_report
+from shoal.spec.compression.measured import (
+    REPORT,
+    AskedCompression,
+    Recipe,
+    read_asked,
+    read_recipe,
+    read_report,
+)
 from shoal.spec.load import load_run_job
 from shoal.spec.remote.hostfile import parse_hostfile
 from shoal.spec.run_paths import RunPaths
@@ -216,6 +223,13 @@ def _(root):
     recipe = Recipe.model_validate({"parent": "x", "steps": [step], "artefact": "model.onnx", **digests})
     (root / "recipe.json").write_text(recipe.model_dump_json())
     return root / "recipe.json", lambda: read_recipe(root / "recipe.json")
+
+
+@kind("what a compression was asked for")
+def _(root):
+    asked = AskedCompression.model_validate({"parent": "/runs/mlp-1", "config": {"max_drop": "1%"}, "workers": "1..2"})
+    (root / "asked.json").write_text(asked.model_dump_json())
+    return root / "asked.json", lambda: read_asked(root / "asked.json")
 
 
 @kind("report of a compression")

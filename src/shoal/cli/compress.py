@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -12,9 +12,11 @@ from shoal.cli import output
 from shoal.cli.options import RUNS, AsJson, RunName, Runs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
-    from shoal.jobs.compression.compress import Compressed, CompressRequest
+    from shoal.jobs.compression.compress import Compressed
     from shoal.spec.compression.config import CompressConfig
     from shoal.spec.job import WorkersConfig
     from shoal.spec.run_paths import RunPaths
@@ -40,12 +42,10 @@ def compress(
     as_json: AsJson = False,
 ) -> None:
     """Make a run's model smaller and faster, with proof that it still does its job."""
-    from shoal.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
     from shoal.jobs import run_dir
     from shoal.jobs.compression.compress import CompressRequest
     from shoal.jobs.compression.compress import compress as climb
     from shoal.jobs.compression.compress import replay as take_steps
-    from shoal.jobs.compression.errands import StoppedError
     from shoal.spec.compression.measured import read_recipe
     from shoal.spec.load import load_run_job
 
@@ -55,12 +55,16 @@ def compress(
     request = CompressRequest(
         parent, runs, workers=_workers(workers), show=lambda text: console.print(text, style="dim")
     )
-    try:
-        made = climb(request, config) if replay is None else take_steps(request, read_recipe(replay))
-    except StoppedError as stopped:
-        sys.exit(EXIT_TERMINATED if str(stopped) == "terminated" else EXIT_INTERRUPTED)
-    _print(made, config, as_json=as_json)
-    sys.exit(0 if made.report.targets_met else _missed(made, request))
+    recipe = None if replay is None else read_recipe(replay)
+    _print_and_exit(lambda: climb(request, config) if recipe is None else take_steps(request, recipe), as_json=as_json)
+
+
+def resume_compression(paths: RunPaths, *, as_json: bool, quiet: bool) -> NoReturn:
+    from shoal.jobs.compression.compress import resume
+
+    console = output.console(as_json)
+    console.quiet = quiet
+    _print_and_exit(lambda: resume(paths, show=lambda text: console.print(text, style="dim")), as_json=as_json)
 
 
 def _config(config: CompressConfig, targets: list[str], max_drop: str, *, lossless: bool) -> CompressConfig:
@@ -87,7 +91,19 @@ def _workers(text: str) -> WorkersConfig | None:
         raise error("SH609", message, where="--workers", fix="Write 2 or 1..8.") from None
 
 
-def _print(made: Compressed, config: CompressConfig, *, as_json: bool) -> None:
+def _print_and_exit(make: Callable[[], Compressed], *, as_json: bool) -> NoReturn:
+    from shoal.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+    from shoal.jobs.compression.errands import StoppedError
+
+    try:
+        made = make()
+    except StoppedError as stopped:
+        sys.exit(EXIT_TERMINATED if str(stopped) == "terminated" else EXIT_INTERRUPTED)
+    _print(made, as_json=as_json)
+    sys.exit(0 if made.report.targets_met else _missed(made))
+
+
+def _print(made: Compressed, *, as_json: bool) -> None:
     from shoal.terminal.compression import print_report
 
     if as_json:
@@ -98,12 +114,12 @@ def _print(made: Compressed, config: CompressConfig, *, as_json: bool) -> None:
     console.print(f"Written: {made.paths.root}")
 
 
-def _missed(made: Compressed, request: CompressRequest) -> int:
+def _missed(made: Compressed) -> int:
     """The exit code of a result that does not meet the targets; the reason goes to standard error."""
     from shoal.errors import error
 
     message = f"the best that was found is '{made.report.chosen}', in {made.paths.name}"
-    failure = error("SH663", message, where=request.parent.name)
+    failure = error("SH663", message, where=made.report.parent)
     output.console(True).print(str(failure), markup=False)
     return failure.exit_code
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli import output, search
+from shoal.cli import compress, output, search
 from shoal.cli.options import (
     NO_OVERRIDES,
     RUNS,
@@ -76,6 +76,8 @@ def resume(
     paths = run_dir.find(run, runs)
     if paths.search_journal.is_file() and not (sets or engine):
         search.resume_search(str(paths.root), workers=None, runs=runs, as_json=as_json, quiet=quiet)
+    if paths.asked_compression.is_file() and not (sets or engine):
+        compress.resume_compression(paths, as_json=as_json, quiet=quiet)
     with make_display(output.console(as_json), as_json=as_json, quiet=quiet) as shown:
         outcome = run_executor.resume(paths, overrides=[*engine_kind(engine), *sets], on_event=shown.on_event)
     output.print_and_exit(outcome, as_json=as_json)

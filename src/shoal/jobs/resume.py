@@ -12,8 +12,11 @@ from shoal.spec.load import load_run_job
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
 
-MADE_OF_RUNS = {"rungs": "compression", "run-1": "verification"}
-"""Directories that tell what a directory with a job is, if it is no run."""
+MADE_OF_RUNS = {
+    "rungs": ("compression", "`shoal resume {name}` without options goes on with it; one of a queue, `shoal release`."),
+    "run-1": ("verification", "Begin it again; one of a queue goes on by itself, or after `shoal release`."),
+}
+"""Directories that tell what a directory with a job is, if it is no run, and how it goes on."""
 
 
 def job_to_resume(paths: RunPaths, overrides: Sequence[str]) -> Job:
@@ -25,10 +28,10 @@ def job_to_resume(paths: RunPaths, overrides: Sequence[str]) -> Job:
     if paths.search_journal.is_file():
         fix = f"shoal search resume {paths.name} goes on with it."
         raise error("SH632", f"'{paths.name}' is a search", where=str(paths.root), fix=fix)
-    for inside, what in MADE_OF_RUNS.items():
+    for inside, (what, fix) in MADE_OF_RUNS.items():
         if (paths.root / inside).is_dir():
-            fix = "Begin it again; one of a queue goes on by itself, or after `shoal release`."
-            raise error("SH632", f"'{paths.name}' is a {what}", where=str(paths.root), fix=fix)
+            message = f"'{paths.name}' is a {what}"
+            raise error("SH632", message, where=str(paths.root), fix=fix.format(name=paths.name))
     if has_finished(paths):
         raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
     job = load_run_job(paths.job)

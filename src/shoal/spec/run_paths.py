@@ -65,6 +65,11 @@ class RunPaths:
         return self.root / "search.jsonl"
 
     @property
+    def asked_compression(self) -> Path:
+        """What a compression was asked for, while it lasts; one of a queue has none. See `AskedCompression`."""
+        return self.root / "rungs" / "asked.json"
+
+    @property
     def driver_address(self) -> Path:
         """Address and token of the driver, readable only by this user."""
         return self.root / ".control.json"

@@ -102,7 +102,8 @@ def stop_run(call: Call) -> Response:
 def resume_run(call: Call) -> Response:
     """Starts `shoal resume` as a process of its own: it outlives this server."""
     paths = call.paths.parent_run
-    job_to_resume(paths, ())
+    if not paths.asked_compression.is_file():
+        job_to_resume(paths, ())
     if run_dir.is_driven(paths):
         raise error("SH602", f"'{paths.name}' is driven already")
     return begin_operation(call, "resume", lambda: {"pid": _start_driver(paths)})

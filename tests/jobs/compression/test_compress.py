@@ -84,10 +84,16 @@ def test_lossless_from_the_run_to_the_replay(run, compressed, job_dir, fork_serv
 
     # again, from the recipe
     recipe = read_recipe(made.paths.root / "recipe.json")
-    request = CompressRequest(parent.paths, job_dir / "runs")
-    again = replay(request, recipe, fork_server=fork_server)
-    assert (again.paths.model / "model.safetensors").read_bytes() == file.read_bytes()
+    words = ["shoal", "compress", parent.paths.name, "--replay", str(made.paths.root / "recipe.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert not left.value.code
+    again = RunPaths.at(job_dir / "runs" / "parent-compressed-2")
+    assert (again.model / "model.safetensors").read_bytes() == file.read_bytes()
+    assert {one.name for one in again.model.iterdir()} == {"model.safetensors", "model.json"}, "nothing is pickled"
 
+    request = CompressRequest(parent.paths, job_dir / "runs")
     with pytest.raises(ShoalError, match="the recipe is for weights 000000000000") as refused:
         replay(request, recipe.model_copy(update={"parent_sha256": "0" * 64}), fork_server=fork_server)
     assert refused.value.code == "SH666"
@@ -98,7 +104,7 @@ def test_targets_that_are_not_met_have_an_exit_code_of_their_own(tmp_path, capsy
     """The best that was found is named."""
     report = CompressionReport(parent="one-1", parent_sha256="0" * 64, rungs=[], chosen="int8", targets_met=False)
     made = Compressed(RunPaths.at(tmp_path / "one-compressed-1"), report)
-    code = compress_verb._missed(made, CompressRequest(RunPaths.at(tmp_path / "one-1"), tmp_path))
+    code = compress_verb._missed(made)
     assert code == 6
     said = capsys.readouterr().err
     assert "SH663" in said

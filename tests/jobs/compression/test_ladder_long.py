@@ -1,4 +1,4 @@
-"""The whole ladder on real runs with real runtimes: the same steps and bytes on one worker and on two."""
+"""The whole ladder on real runs with real runtimes: the same bytes on one worker, and on two through a kill."""
 
 import pytest
 import torch
@@ -18,10 +18,17 @@ for library in ("onnx", "onnxscript", "onnxruntime", "torch_pruning"):
 pytestmark = pytest.mark.long
 
 
-def test_the_ladder_is_the_same_on_one_worker_and_on_two(run, compressed, job_dir, fork_server):
-    parent = run(PARENT, steps=200)
+def test_the_ladder_is_the_same_on_one_worker_and_on_two_through_a_kill(run, compressed, job_dir, fork_server):
+    marks = job_dir / "marks"
+    marks.mkdir()
+    marks.joinpath("killed-30").touch()  # the parent and the first compression live
+    watcher = {"name": "faults.py:KillAt", "args": {"steps": [30], "marks": str(marks)}}
+    parent = run(PARENT, steps=200, watchers=[watcher])
     asked = {"target": {"size": "20%"}, "max_drop": "4%", "tune": {"epochs": 2, "lr": 0.3}}
-    one, two = (compressed(parent, workers=WorkersConfig(least=n, most=n), **asked) for n in (1, 2))
+    one = compressed(parent, workers=WorkersConfig(least=1, most=1), **asked)
+    marks.joinpath("killed-30").unlink()
+    two = compressed(parent, workers=WorkersConfig(least=2, most=2), **asked)
+    assert marks.joinpath("killed-30").exists(), "a worker died in a tuning run"
     recipes = [read_recipe(made.paths.root / "recipe.json") for made in (one, two)]
     assert recipes[0] == recipes[1]
     assert [(r.name, r.kept) for r in one.report.rungs] == [(r.name, r.kept) for r in two.report.rungs]

@@ -157,6 +157,25 @@ def test_eight_bits_that_cost_too_much_are_saved_by_training_through_the_roundin
 
 
 @pytest.mark.long
+def test_rungs_that_train_can_lose(run, compressed):
+    """A quarter of the rank, and 8 bits for weights of 80,000 and 0.1, cannot be made good by this little training."""
+    for library in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(library, reason="the extra compress is not installed")
+    parent = run(parent_of("coarse", largest=8e4), steps=200)
+    made = compressed(parent, steps=["int8", "low_rank"], max_drop="3%", tune={"epochs": 1, "lr": 0.001})
+    rows = {row.name: row for row in made.report.rungs}
+    assert not [name for name, row in rows.items() if row.kept and name != "parent"]
+    for name in ("int8", "int8 with training", "low rank 50%, tuned"):
+        assert rows[name].quality.drop_bound > 0.03
+        assert "more than 3.00%" in rows[name].why
+    assert "low rank 25%, tuned" not in rows, "less of what was too little is not tried"
+    assert (made.report.chosen, made.report.notes) == ("parent", ["nothing helps: the result is the parent's model"])
+    assert (made.paths.model / "model.safetensors").read_bytes() == (
+        parent.paths.model / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.long
 def test_neurons_that_a_run_shrinks_are_removed_with_a_proof(run, compressed, job_dir):
     """The same bits on two workers, one of which is killed."""
     marks = job_dir / "marks"

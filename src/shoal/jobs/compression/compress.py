@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,13 @@ from shoal.jobs.compression.ladder import Ladder
 from shoal.jobs.compression.result import write_result
 from shoal.jobs.compression.workshop import Candidate, Show, Workshop
 from shoal.jobs.fork_servers import ForkServerPool
+from shoal.jobs.resume import has_finished
 from shoal.plan.compression import meets_targets
 from shoal.spec.compression.config import CompressConfig
-from shoal.spec.compression.measured import CompressionReport, Recipe, RungReport
+from shoal.spec.compression.measured import AskedCompression, CompressionReport, Recipe, RungReport, read_asked
 from shoal.spec.job import Job, WorkersConfig
 from shoal.spec.load import check_job, load_run_job
-from shoal.spec.run_paths import RunPaths
+from shoal.spec.run_paths import RunPaths, write_atomically
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ RUN_FIELDS = ("workers", "threads", "limits", "engine", "network", "elastic")
 
 def compress(request: CompressRequest, config: CompressConfig, *, fork_server: ForkServer | None = None) -> Compressed:
     """Climb the ladder. The best model that was found is written, whether it meets the targets or not."""
-    with _open(request, fork_server) as (paths, workshop):
+    with _open(request, config, None, fork_server) as (paths, workshop):
         ladder = Ladder(workshop, config, show=request.show)
         ladder.climb()
         parent = ladder.parent
@@ -77,7 +79,7 @@ def _summary_notes(ladder: Ladder) -> list[str]:
 
 def replay(request: CompressRequest, recipe: Recipe, *, fork_server: ForkServer | None = None) -> Compressed:
     """Take the steps of a recipe. SH666 if the parent is another one, or the file comes out with another SHA-256."""
-    with _open(request, fork_server) as (paths, workshop):
+    with _open(request, CompressConfig(), recipe, fork_server) as (paths, workshop):
         parent = workshop.parent
         assert parent is not None
         if parent.weights.sha256 != recipe.parent_sha256:
@@ -111,19 +113,36 @@ def replay(request: CompressRequest, recipe: Recipe, *, fork_server: ForkServer 
         return _finish(paths, workshop, made, report)
 
 
+def resume(paths: RunPaths, *, show: Show = lambda text: None, fork_server: ForkServer | None = None) -> Compressed:
+    """Go on with a compression that was killed or stopped: what it found out and kept is not done again. SH604 if it
+    has finished."""
+    if has_finished(paths):
+        shutil.rmtree(paths.root / "rungs", ignore_errors=True)  # whoever wrote the receipt was killed before this
+        raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root), fix=f"shoal show {paths.name}")
+    asked = read_asked(paths.asked_compression)
+    parent = run_dir.find(asked.parent, paths.root.parent)
+    request = CompressRequest(parent, paths.root.parent, asked.workers, asked.best, show, reserved=paths)
+    if asked.recipe is not None:
+        return replay(request, asked.recipe, fork_server=fork_server)
+    return compress(request, asked.config, fork_server=fork_server)
+
+
 @contextlib.contextmanager
-def _open(request: CompressRequest, fork_server: ForkServer | None) -> Iterator[tuple[RunPaths, Workshop]]:
+def _open(
+    request: CompressRequest, config: CompressConfig, recipe: Recipe | None, fork_server: ForkServer | None
+) -> Iterator[tuple[RunPaths, Workshop]]:
     """The new run with its events, and a workshop with the parent's model. A failure becomes the run's status."""
     job = _parent_job(request)
     weights = run_index.find_weights(request.parent, job, best=request.best)
-    paths = run_dir.create(
-        job.model_copy(update={"name": compressed_name(job)}), request.runs, reserved=request.reserved
-    )
+    job = job.model_copy(update={"name": compressed_name(job)})
+    paths = request.reserved or _begin(request, job.name, config, recipe)
+    paths.root.mkdir(parents=True, exist_ok=True)  # a reserved one may have been removed
     with (
         run_dir.driver_lock(paths),
         contextlib.closing(EventWriter(paths.events, "driver")) as stream,
         ForkServerPool(fork_server) as fork_servers,
     ):
+        run_dir.create(job, request.runs, reserved=paths)
         stream.emit("run_started", run=paths.name)
         try:
             workshop = Workshop(
@@ -136,8 +155,21 @@ def _open(request: CompressRequest, fork_server: ForkServer | None) -> Iterator[
             if isinstance(failure, ShoalError):
                 fields: dict[str, Any] = dict(failure.to_fields())
                 stream.emit("failed", **fields)
-            stream.emit("run_ended", status=_status_of(failure))
+            status = _status_of(failure)
+            stream.emit("run_ended", status=status)
+            if status != "failed":
+                request.show(f"{status}. Continue with: shoal resume {paths.name}")
             raise
+
+
+def _begin(request: CompressRequest, name: str, config: CompressConfig, recipe: Recipe | None) -> RunPaths:
+    """A directory that says what is asked for. It has no job yet: whoever finds one can go on."""
+    paths = run_dir.reserve(name, request.runs)
+    parent = str(request.parent.root.resolve())
+    asked = AskedCompression(parent=parent, config=config, recipe=recipe, workers=request.workers, best=request.best)
+    paths.asked_compression.parent.mkdir()
+    write_atomically(paths.asked_compression, asked.model_dump_json() + "\n")
+    return paths
 
 
 def _status_of(failure: BaseException) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from shoal.errors import error
 from shoal.spec.base import Spec
+from shoal.spec.compression.config import CompressConfig
 from shoal.spec.compression.steps import ShapeStep, Step
+from shoal.spec.job import WorkersConfig
 
+T = TypeVar("T", bound=Spec)
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 MAX_FILE_BYTES = 1 << 26
 REPORT = "compression.json"
@@ -147,12 +150,33 @@ class Recipe(Spec):
     weights_sha256: Sha256
 
 
+class AskedCompression(Spec):
+    """What a compression was asked for, kept while it lasts: one that was killed goes on with that.
+
+    `parent` is the directory of its run. A recipe is replayed; without one the ladder is climbed."""
+
+    parent: str
+    config: CompressConfig
+    recipe: Recipe | None = None
+    workers: WorkersConfig | None = None
+    best: bool = False
+
+
 def read_recipe(path: Path) -> Recipe:
     """SH661 if the file is not a recipe."""
+    return _read(Recipe, path)
+
+
+def read_asked(path: Path) -> AskedCompression:
+    """SH661 if the file is not what a compression was asked for."""
+    return _read(AskedCompression, path)
+
+
+def _read(kind: type[T], path: Path) -> T:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError("it is too large")
-        return Recipe.model_validate(json.loads(path.read_bytes()))
+        return kind.model_validate(json.loads(path.read_bytes()))
     except OSError as failure:
         raise error("SH661", f"it cannot be read: {failure.strerror}", where=str(path)) from failure
     except ValidationError as failure:
