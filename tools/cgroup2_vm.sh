@@ -23,8 +23,8 @@ if ! [ -e "$cache/kernel" ]; then
     (cd "$cache" && apt-get download -qq "$package")
     dpkg-deb -x "$cache/$package"_*.deb "$cache/unpacked"
     mkdir -p "$cache/first/bin"
-    for module in drivers/virtio/virtio drivers/virtio/virtio_ring drivers/virtio/virtio_pci_modern_dev \
-        drivers/virtio/virtio_pci_legacy_dev drivers/virtio/virtio_pci fs/fscache/fscache fs/netfs/netfs \
+    for module in drivers/virtio/virtio_ring drivers/virtio/virtio drivers/virtio/virtio_pci_modern_dev \
+        drivers/virtio/virtio_pci_legacy_dev drivers/virtio/virtio_pci fs/netfs/netfs fs/fscache/fscache \
         net/9p/9pnet net/9p/9pnet_virtio fs/9p/9p fs/overlayfs/overlay; do
         cp "$cache"/unpacked/lib/modules/*/kernel/$module.ko "$cache/first/"
         echo "insmod /${module##*/}.ko"
@@ -39,7 +39,7 @@ for word; do command="$command '$(printf %s "$word" | sed "s/'/'\\\\''/g")'"; do
 cat >"$cache/first/init" <<END
 #!/bin/busybox sh
 /bin/busybox --install -s /bin
-mkdir /proc /dev /shared /layer /root
+mkdir -p /proc /dev /shared /layer /root
 mount -t proc proc /proc
 mount -t devtmpfs dev /dev
 . /modules
