@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # one process per core, one thread per process
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-all test-browser test-ssh test-slurm test-ray test-compat check coverage bench setup clean
+.PHONY: demo test test-all test-browser test-ssh test-slurm test-ray test-limits test-compat check coverage bench setup clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal run examples/digits/job.yaml
@@ -19,7 +19,7 @@ test-browser: $(VENV)/.dev
 	$(PYTEST) -q -m browser tests/web
 
 test-all: $(VENV)/.dev check
-	HYPOTHESIS_PROFILE=explore $(PYTEST) -n 2 --dist worksteal -q -m "not browser and not ssh and not slurm and not ray and not compat"
+	HYPOTHESIS_PROFILE=explore $(PYTEST) -n 2 --dist worksteal -q -m "not browser and not ssh and not slurm and not ray and not compat and not limits"
 
 test-ssh: $(VENV)/.dev
 	tools/install_sshd.sh
@@ -32,6 +32,10 @@ test-slurm: $(VENV)/.dev
 test-ray: $(VENV)/.dev
 	$(PIP) --no-build-isolation -e '.[dev,ray]'
 	$(PYTEST) -q -m ray
+
+# in an emulated machine, because few kernels leave the whole tree of cgroup v2 to tests
+test-limits: $(VENV)/.dev
+	tools/cgroup2_vm.sh env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m limits tests/fleet/test_cgroup2.py tests/jobs/test_worker_limits.py
 
 # what other libraries bring; writes the table of docs/compatibility.md from what passed
 test-compat: $(VENV)/.dev

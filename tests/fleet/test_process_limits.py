@@ -17,8 +17,8 @@ def groups(root: Path, *, enabled: str) -> Path:
     """A directory as cgroup v2 would show it to a process in the group /slice/scope."""
     scope = root / "slice" / "scope"
     scope.mkdir(parents=True)
-    (root / "cgroup.controllers").write_text("cpu memory pids")
     for directory, controllers in ((root, "cpu memory"), (root / "slice", enabled), (scope, "")):
+        (directory / "cgroup.controllers").write_text(controllers)
         (directory / "cgroup.subtree_control").write_text(controllers)
         (directory / "cgroup.procs").write_text("")
     return root
@@ -26,7 +26,12 @@ def groups(root: Path, *, enabled: str) -> Path:
 
 def test_with_cgroups_the_kernel_counts_what_is_used():
     plan = plan_limits(BOTH, CgroupParent(Path("/x"), frozenset({"cpu", "memory"})), cores=range(4), seat=0)
-    assert plan.cgroup_files == {"memory.max": "1500000000", "memory.swap.max": "0", "cpu.max": "50000 100000"}
+    assert plan.cgroup_files == {
+        "memory.max": "1500000000",
+        "memory.swap.max": "0",
+        "memory.oom.group": "1",
+        "cpu.max": "50000 100000",
+    }
     assert (plan.data_bytes, plan.cores) == (None, ())
     assert len(plan.notes) == 2
     assert all("by cgroup v2" in note for note in plan.notes)
@@ -58,15 +63,28 @@ def test_the_group_above_is_used_where_its_own_has_no_controllers(tmp_path):
 def test_a_machine_without_the_controllers_says_so(tmp_path):
     root = groups(tmp_path, enabled="pids")
     assert find_cgroup_parent(root, "0::/slice/scope\n", need={"memory"}).why
-    assert "no cgroup v2" in find_cgroup_parent(tmp_path / "slice", "4:memory:/x\n0::/\n", need={"memory"}).why
+    assert "no cgroup v2" in find_cgroup_parent(tmp_path / "elsewhere", "4:memory:/x\n0::/\n", need={"memory"}).why
 
 
-def test_entering_a_group_writes_its_settings_and_removes_empty_ones(tmp_path):
-    (tmp_path / "shoal-old-0-1").mkdir()
-    enter_cgroup(tmp_path, "shoal-run-0-2", {"cpu.max": "50000 100000"})
-    assert (tmp_path / "shoal-run-0-2" / "cpu.max").read_text() == "50000 100000"
-    assert (tmp_path / "shoal-run-0-2" / "cgroup.procs").read_text() == str(os.getpid())
-    assert not (tmp_path / "shoal-old-0-1").exists()
+def test_what_is_missing_of_the_controllers_is_named_and_the_rest_is_used(tmp_path):
+    root = groups(tmp_path, enabled="memory")
+    found = find_cgroup_parent(root, "0::/slice/scope\n", need={"memory", "cpu"})
+    assert (found.directory, found.controllers) == (root / "slice", {"memory"})
+    plan = plan_limits(BOTH, found, cores=range(4), seat=0)
+    assert (plan.cgroup_files["memory.max"], plan.data_bytes, plan.cores) == ("1500000000", None, (0,))
+    assert [note.partition(": ")[2] for note in plan.notes] == ["", "this user has no control of cpu in cgroup v2"]
+
+
+def test_entering_a_group_writes_its_settings_and_removes_those_of_dead_processes(tmp_path):
+    dead = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    (tmp_path / f"shoal-old-0-{dead}").mkdir()
+    (tmp_path / f"shoal-other-0-{os.getppid()}").mkdir()
+    group = tmp_path / f"shoal-run-0-{os.getpid()}"
+    enter_cgroup(group, {"cpu.max": "50000 100000", "memory.swap.max": "0"})
+    assert (group / "cpu.max").read_text() == "50000 100000"
+    assert not (group / "memory.swap.max").exists(), "the kernel does not have it"
+    assert (group / "cgroup.procs").read_text() == str(os.getpid())
+    assert sorted(tmp_path.iterdir()) == sorted([group, tmp_path / f"shoal-other-0-{os.getppid()}"])
 
 
 def test_a_process_cannot_reserve_more_than_its_limit(tmp_path):

@@ -72,14 +72,5 @@ def test_a_worker_with_a_part_of_a_model_gives_back_what_it_has_no_use_for():
     assert left < taken / 4
 
 
-def test_limits_of_all_groups_around_count(tmp_path):
-    own = tmp_path / "cgroup"
-    own.write_text("0::/a/b\n")
-    groups = tmp_path / "groups"
-    for group, limit in (("a/b", "max"), ("a", "4096"), ("", "8192")):
-        (groups / group).mkdir(parents=True, exist_ok=True)
-        (groups / group / "memory.max").write_text(f"{limit}\n")
-        (groups / group / "memory.current").write_text("1024\n")
-    assert memory_limits._cgroup_limits(groups, own) == {str(groups / "a"): (4096, 1024), str(groups): (8192, 1024)}
-    assert memory_limits._cgroup_limits(groups, tmp_path / "nowhere") == {}
+def test_the_memory_of_the_machine_is_the_most_that_may_be_used():
     assert 0 < memory_limits.memory_limit_bytes() <= psutil.virtual_memory().total

@@ -23,6 +23,10 @@ from shoal.spec.engine import LimitsConfig
 from shoal.spec.run_paths import RunPaths
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+OPTIONAL_FILES = {"memory.swap.max", "memory.oom.group"}
+"""A kernel without swap, or before 4.19, does not have them."""
+REMOVER = """cd /; read -r _; left=100
+until rmdir "$0" || [ ! -d "$0" ] || [ $left = 0 ]; do left=$((left - 1)); sleep 0.1; done"""
 PERIOD_US = 100_000
 KEEP_SIZE, PUNCH_HOLE = 1, 2
 PAGE_BYTES = 4096
@@ -58,7 +62,7 @@ def plan_limits(limits: LimitsConfig, parent: CgroupParent, *, cores: Sequence[i
     pinned: tuple[int, ...] = ()
     if limits.memory_bytes is not None:
         if "memory" in parent.controllers:
-            files |= {"memory.max": str(limits.memory_bytes), "memory.swap.max": "0"}
+            files |= {"memory.max": str(limits.memory_bytes), "memory.swap.max": "0", "memory.oom.group": "1"}
             notes.append(f"limits.memory bounds what the worker uses to {limits.memory}, by cgroup v2")
         else:
             data_bytes = limits.memory_bytes
@@ -89,8 +93,10 @@ def apply_limits(limits: LimitsConfig, *, seat: int, run: str, root: Path = CGRO
     cores = sorted(os.sched_getaffinity(0))
     plan = plan_limits(limits, parent, cores=cores, seat=seat)
     if plan.cgroup_files and parent.directory is not None:
+        group = parent.directory / f"shoal-{run}-{seat}-{os.getpid()}"
         try:
-            enter_cgroup(parent.directory, f"shoal-{run}-{seat}-{os.getpid()}", plan.cgroup_files)
+            remove_after_exit(group)
+            enter_cgroup(group, plan.cgroup_files)
         except OSError as failure:
             plan = plan_limits(limits, CgroupParent(why=f"cgroup v2 refuses: {failure}"), cores=cores, seat=seat)
     if plan.cores:
@@ -106,37 +112,72 @@ def _controllers(limits: LimitsConfig) -> frozenset[str]:
 
 
 def find_cgroup_parent(root: Path, own_cgroups: str, *, need: Iterable[str]) -> CgroupParent:
-    """The group of this process, or the one above it, if this user may make groups there that have these controllers.
-    `own_cgroups` is the text of /proc/self/cgroup."""
+    """The group of this process, or the one above it: where this user may make groups that have most of these
+    controllers. `own_cgroups` is the text of /proc/self/cgroup."""
     own = next((line[3:] for line in own_cgroups.splitlines() if line.startswith("0::")), None)
     if own is None or not (root / "cgroup.controllers").is_file():
         return CgroupParent(why="this machine has no cgroup v2 with controllers")
     here = root / own.lstrip("/")
+    best = CgroupParent(why="this user may not make groups in cgroup v2")
     for directory in (here, here.parent) if here != root else (here,):
-        found = _enabled(directory)
-        if found >= set(need) and all(os.access(p, os.W_OK) for p in (directory, directory / "cgroup.procs")):
-            return CgroupParent(directory, found)
-    return CgroupParent(why="this user may not make groups in cgroup v2")
+        if all(os.access(path, os.W_OK) for path in (directory, directory / "cgroup.procs")):
+            found = _controllers_below(directory, frozenset(need))
+            if len(found) > len(best.controllers):
+                missing = ", ".join(sorted(frozenset(need) - found))
+                best = CgroupParent(directory, found, f"this user has no control of {missing} in cgroup v2")
+    return best
 
 
-def _enabled(directory: Path) -> frozenset[str]:
+def _controllers_below(directory: Path, need: frozenset[str]) -> frozenset[str]:
+    """Which of the controllers the groups in `directory` have. What may be switched on is switched on: by the rules of
+    the kernel only where no process is, or in the group of all processes."""
     try:
-        return frozenset((directory / "cgroup.subtree_control").read_text(encoding="ascii").split())
+        enabled = _words(directory / "cgroup.subtree_control")
+        is_whole_machine = not (directory / "cgroup.type").exists()
+        if is_whole_machine or not (directory / "cgroup.procs").read_text(encoding="ascii"):
+            for name in sorted(need & _words(directory / "cgroup.controllers") - enabled):
+                with contextlib.suppress(OSError):  # this user may not
+                    (directory / "cgroup.subtree_control").write_text(f"+{name}", encoding="ascii")
+            enabled = _words(directory / "cgroup.subtree_control")
     except OSError:
         return frozenset()
+    return need & enabled
 
 
-def enter_cgroup(parent: Path, name: str, files: dict[str, str]) -> None:
+def _words(file: Path) -> frozenset[str]:
+    return frozenset(file.read_text(encoding="ascii").split())
+
+
+def enter_cgroup(group: Path, files: dict[str, str]) -> None:
     """Make a group with these settings, and move this process into it. Groups of workers that have left are removed."""
-    for old in parent.glob("shoal-*"):
-        with contextlib.suppress(OSError):  # in use
-            old.rmdir()
-    group = parent / name
+    for old in group.parent.glob("shoal-*"):
+        if not Path("/proc", old.name.rpartition("-")[2]).exists():  # it may be about to enter
+            with contextlib.suppress(OSError):  # in use
+                old.rmdir()
     group.mkdir()
-    for file, value in files.items():
-        with contextlib.suppress(FileNotFoundError) if file == "memory.swap.max" else contextlib.nullcontext():
-            (group / file).write_text(value, encoding="ascii")
-    (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+    try:
+        for file, value in files.items():
+            if file not in OPTIONAL_FILES or (group / file).exists():
+                (group / file).write_text(value, encoding="ascii")
+        (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+    except OSError:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        raise
+
+
+def remove_after_exit(group: Path) -> None:
+    """Start a small process that removes the group when this one has ended, however it ends. It waits for the end of a
+    pipe that this process and its forks hold. Called before this process enters: it must not be in the group itself."""
+    end, _held_until_exit = os.pipe()
+    files = [
+        (os.POSIX_SPAWN_DUP2, end, 0),
+        (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    with contextlib.suppress(OSError):  # then the next worker removes it
+        os.posix_spawn("/bin/sh", ["sh", "-c", REMOVER, str(group)], os.environ, file_actions=files, setsid=True)
+    os.close(end)
 
 
 # ---- logs ----

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 INTERVAL_S = 2.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 class UsageSampler:
@@ -26,7 +27,6 @@ class UsageSampler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._moved_bytes, self._device_memory, self._clock = moved_bytes, device_memory, clock
-        self._groups = list(own_cgroups())
         self._last = (clock(), time.process_time(), 0)
 
     def sample(self) -> dict[str, Any] | None:
@@ -40,41 +40,52 @@ class UsageSampler:
         found = {
             "cpu": round((cpu_s - cpu_before_s) / (now - then), 3),
             "rss_bytes": rss_bytes,
-            "room_bytes": room_bytes(self._groups),
+            "room_bytes": room_bytes(own_cgroups()),  # it enters another group when its limits are set
             "net_bytes_s": max(round((moved - moved_before) / (now - then)), 0),
         }
         device = self._device_memory()
         return found if device is None else found | {"device_bytes": device[0], "device_total_bytes": device[1]}
 
 
-def room_bytes(groups: list[Path]) -> int:
+def room_bytes(groups: Iterable[Path]) -> int:
     """How many more bytes this process may take: by the machine, its cgroups and its own limit, whichever is least."""
     rooms = [_available_bytes(), *(_room_in(group) for group in groups), _room_by_limit()]
     return max(min(room for room in rooms if room is not None), 0)
 
 
 def own_cgroups(root: Path = CGROUP_ROOT, text: str | None = None) -> Iterator[Path]:
-    """The groups of cgroup v2 that this process is in and that bound memory, the innermost first."""
+    """The groups of cgroup v2 that this process is in and that bound memory, the innermost first. In a container `root`
+    is one of them."""
     try:
         told = Path("/proc/self/cgroup").read_text(encoding="utf-8") if text is None else text
     except OSError:
         return
     own = next((line[3:] for line in told.splitlines() if line.startswith("0::")), None)
-    directory = None if own is None else root / own.lstrip("/")
-    while directory is not None and directory != root and root in directory.parents:
-        if (directory / "memory.max").is_file():
-            yield directory
-        directory = directory.parent
+    if own is not None:
+        inner = root / own.lstrip("/")
+        for directory in (inner, *inner.parents):
+            if (directory / "memory.max").is_file():
+                yield directory
+            if directory == root:
+                return
 
 
-def _room_in(group: Path) -> int | None:
+def memory_of(group: Path) -> tuple[int, int] | None:
+    """Limit and use of a group; None without a limit. What the kernel would take back (cached files) is not in use."""
     try:
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         if limit == "max":
             return None
-        return int(limit) - int((group / "memory.current").read_text(encoding="ascii"))
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        return int(limit), max(used - sum(int(counts.get(name, 0)) for name in RECLAIMABLE), 0)
     except (OSError, ValueError):
         return None
+
+
+def _room_in(group: Path) -> int | None:
+    found = memory_of(group)
+    return None if found is None else found[0] - found[1]
 
 
 def _room_by_limit() -> int | None:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import psutil
 
+from shoal.fleet.usage import memory_of, own_cgroups
+
 MMAP_THRESHOLD_BYTES = 1 << 20
 TRIM_THRESHOLD_BYTES = 1 << 25
 OWN_LIMIT = "own"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
-_CGROUP_ROOT, _OWN_CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def release_freed_memory() -> None:
@@ -74,12 +75,6 @@ def _proc_bytes(path: str) -> dict[str, int]:
     return values
 
 
-def _cgroup_limits(root: Path = _CGROUP_ROOT, own_file: Path = _OWN_CGROUP_FILE) -> dict[str, tuple[int, int]]:
-    """Limit and current use of this process's control group and its parents, if they have a limit."""
-    limits = {}
-    with contextlib.suppress(OSError):
-        group = root / own_file.read_text().strip().rpartition(":")[2].lstrip("/")
-        for one in (group, *group.parents[: len(group.parts) - len(root.parts)]):
-            with contextlib.suppress(OSError, ValueError):  # "max"
-                limits[str(one)] = int((one / "memory.max").read_text()), int((one / "memory.current").read_text())
-    return limits
+def _cgroup_limits() -> dict[str, tuple[int, int]]:
+    """Limit and current use of this process's control groups, if they have a limit."""
+    return {str(group): found for group in own_cgroups() if (found := memory_of(group)) is not None}
