@@ -96,7 +96,9 @@ def test_averages(run, resume, job_dir, average):
 @pytest.mark.compat("bf16 autocast", "works", how="`precision: bf16`")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_precision(run, resume, job_dir, precision):
-    assert_same_bits(run, resume, SHORT, job_dir, precision=precision)
+    one = assert_same_bits(run, resume, SHORT, job_dir, precision=precision)
+    others = [run(SHORT, precision=other) for other in {"float32", "fp16", "bf16"} - {precision}]
+    assert one.receipt.weights_sha256 not in [other.receipt.weights_sha256 for other in others]
 
 
 @pytest.mark.compat("gradient checkpointing", "works", how="`gradient_checkpointing: ['blocks.*']`")
@@ -113,7 +115,9 @@ def test_lazy_modules(run, resume, job_dir):
 
 @pytest.mark.compat("layer-wise learning rates", "works", how="`optimizer.groups`")
 def test_layer_wise_learning_rates(run, resume, job_dir):
-    assert_same_bits(run, resume, SHORT, job_dir, optimizer=LAYER_WISE, model="loops.py:Blocks")
+    one = assert_same_bits(run, resume, SHORT, job_dir, optimizer=LAYER_WISE, model="loops.py:Blocks")
+    alike = run(SHORT, optimizer={name: LAYER_WISE[name] for name in ("name", "args")}, model="loops.py:Blocks")
+    assert alike.receipt.weights_sha256 != one.receipt.weights_sha256
 
 
 @pytest.mark.compat("an exchange on the device", "works", how="`sync: {kind: lanes, exchange: device}`")

@@ -1,5 +1,8 @@
 """Trackers of experiments."""
 
+import json
+import struct
+
 import pytest
 
 from tests.conftest import MLP
@@ -14,7 +17,31 @@ SHORT = MLP | {"steps": 6, "evaluate": {"every_steps": 3}}
 def test_wandb(run):
     outcome = run(SHORT, watchers=["wandb"])
     assert outcome.status == "finished", outcome.error
-    assert list((outcome.paths.root / "wandb").rglob("*.wandb"))
+    (file,) = (outcome.paths.root / "wandb").rglob("*.wandb")
+    rows = list(_logged_by_wandb(file.read_bytes()))
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+    measured = [row for row in rows if "validation/accuracy" in row]
+    assert [row["step"] for row in measured] == [3, 6]
+    assert measured[-1]["validation/accuracy"] == outcome.receipt.metrics["accuracy"]
+
+
+def _logged_by_wandb(content):
+    """The rows in the file of an offline run: messages in the format of LevelDB's log, after a head of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    block, last_parts = 32768, (1, 4)
+    at, message = 7, b""
+    while at < len(content):
+        if block - at % block < 7:  # no head of a part fits into the rest of a block
+            at += block - at % block
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        message += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in last_parts:
+            record, message = Record.FromString(message), b""
+            if record.HasField("history"):
+                yield {"/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
 
 
 @pytest.mark.compat("MLflow, a directory of files", "works", how="`watchers: [mlflow]`")

@@ -240,7 +240,7 @@ def test_evaluation_in_chunks(source, workers):
 def test_auto_chooses_by_source(held, mapped, monkeypatch):
     def way(source, cores, workers="auto"):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-        ahead = make_prefetcher(BatchBuilder(source, 0, 0), LoaderConfig(workers=workers))
+        ahead = make_prefetcher(BatchBuilder(source, 0, 0), lambda key: np.arange(4), LoaderConfig(workers=workers))
         if ahead is None:
             return "inline"
         found = f"{len(ahead._loader_pool.pids)} processes" if ahead._loader_pool else "thread"
@@ -499,7 +499,9 @@ def test_to_reaches_into_dicts():
     assert batch.target is None
 
 
-def test_a_scout_has_blocks_decoded_before_they_are_needed(tmp_path):
+@pytest.mark.parametrize(("batch_size", "window_steps", "together"), [(50, 8, 1), (10, 40, 5), (1, 400, 16)])
+def test_a_scout_has_blocks_decoded_before_they_are_needed(tmp_path, batch_size, window_steps, together):
+    """The batches of some steps are gathered together; in the last case one of the two lanes has no samples."""
     table = pa.table({"x": np.arange(4000, dtype=np.float32), "y": np.arange(4000) % 3})
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=100)
     rows = ParquetReader(
@@ -514,17 +516,26 @@ def test_a_scout_has_blocks_decoded_before_they_are_needed(tmp_path):
     )
     source = ParquetRowGroupSource(rows, layout.with_classes((0, 1, 2)), skip_bad_rows=False)
     sampler = make_sampler(
-        RandomSamplerConfig(open_blocks=4), ids=np.arange(4000), lanes=2, batch_size=50, seed=0, source=source
+        RandomSamplerConfig(open_blocks=4), ids=np.arange(4000), lanes=2, batch_size=batch_size, seed=0, source=source
     )
-    assert sampler.window_steps == 8
+    assert sampler.window_steps == window_steps
     batch_loader = BatchLoader(source, sampler, seed=0, lanes=2)
     plain = BatchLoader(source, sampler, seed=0, lanes=2, loader=LoaderConfig(workers=0))
     assert batch_loader._block_prefetcher
-    for step in range(2 * sampler.steps_per_epoch):
+    assert batch_loader._together == together
+    batch_loader.set_lanes([0, 1], 0)
+    for step in range(2 * min(sampler.steps_per_epoch, 500)):
+        if step == 33:  # another worker takes a lane and gives it back later
+            batch_loader.set_lanes([1], step)
+        elif step == 41:
+            batch_loader.set_lanes([1, 0], step)
         for lane in range(2):
             a, b = batch_loader.get(step, lane), plain.get(step, lane)
-            assert torch.equal(a.inputs[0], b.inputs[0])
-            assert a.inputs[0].reshape(-1).tolist() == sampler.ids(step, lane).tolist()
+            assert (a is None) == (b is None) == (not len(sampler.ids(step, lane)))
+            if a is not None:
+                assert torch.equal(a.inputs[0], b.inputs[0])
+                assert torch.equal(a.target, b.target)
+                assert a.inputs[0].reshape(-1).tolist() == sampler.ids(step, lane).tolist()
     batch_loader.close()
     plain.close()
     warmed = []
@@ -532,4 +543,4 @@ def test_a_scout_has_blocks_decoded_before_they_are_needed(tmp_path):
     with closing(BatchLoader(source, sampler, seed=0, lanes=2)) as fresh:
         fresh.set_lanes([0, 1], 0)
         fresh.get(0, 0)
-    assert warmed == [*sampler.ids(8, 0), *sampler.ids(8, 1)]
+    assert warmed == [*sampler.ids(window_steps, 0), *sampler.ids(window_steps, 1)]

@@ -356,6 +356,18 @@ def test_parquet_files_of_a_directory_and_lists(tmp_path, way):
     assert batch.target.tolist() == [0.5] * 3 + [1.5] * 3
 
 
+def test_parquet_of_one_type_is_read_as_that_of_several(tmp_path, way):
+    """Columns of float32 alone are converted in one call, others one by one."""
+    values = {f"x{i}": np.random.default_rng(i).normal(size=10).astype(np.float32) for i in range(5)}
+    write(tmp_path / "one.parquet", values)
+    write(tmp_path / "several.parquet", values | {"x3": values["x3"].astype(np.float64)})
+    one, several = (
+        read_all(open_spec(tmp_path, kind="parquet", path=f"{name}.parquet")) for name in ("one", "several")
+    )
+    assert one.inputs[0].tolist() == np.stack(list(values.values()), axis=1).tolist()
+    assert several.inputs[0].equal(one.inputs[0])
+
+
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
 def test_parquet_bad_values_fail_with_their_place_or_are_counted(tmp_path, way, value):
     write(tmp_path / "a.parquet", {"x": [0.0, 1, 2, 3, 4, value, 6, 7, 8], "y": list(range(9))})

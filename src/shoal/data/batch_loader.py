@@ -12,10 +12,14 @@ from contextlib import closing
 
 from shoal.data.augment_rng import Augment
 from shoal.data.batch import Batch
+from shoal.data.loader_processes import BatchKey
 from shoal.data.prefetch import BatchBuilder, BlockPrefetcher, Prefetcher, Report, Sampler, make_prefetcher, no_report
 from shoal.data.source import DataSource, Ids
 from shoal.spec.data import LoaderConfig
 from shoal.spec.seeds import AUGMENT, EVALUATION
+
+_MOST_TOGETHER = 16
+"""Steps of a lane whose rows are gathered together from storage blocks: at most about as many as a block has."""
 
 
 class BatchLoader:
@@ -37,11 +41,12 @@ class BatchLoader:
         builder = BatchBuilder(source, seed, AUGMENT, transform, Augment.of(augment) if augment else None)
         self._build = builder.build
         self._sampler = sampler
-        self._prefetcher = make_prefetcher(builder, loader, report=report)
+        self._prefetcher = make_prefetcher(builder, lambda key: sampler.ids(*key), loader, report=report)
         here = self._prefetcher is None or not self._prefetcher.in_processes
         blocks = source.blocks is not None and sampler.window_steps > 0 and here
         self._block_prefetcher = BlockPrefetcher(source, sampler) if blocks and loader.workers == "auto" else None
         self._prefetch_steps = loader.prefetch
+        self._together = max(1, min(_MOST_TOGETHER, sampler.window_steps // 8)) if self._block_prefetcher else 1
         self._lanes: Sequence[int] = range(lanes)
         self._submitted_until = dict.fromkeys(self._lanes, 0)
 
@@ -53,7 +58,7 @@ class BatchLoader:
             self._block_prefetcher.start_at(step)
         if self._prefetcher:
             self._prefetcher.cancel()
-            for ahead in range(step, step + self._prefetch_steps + 1):
+            for ahead in range(step, step + self._prefetch_steps + 1, self._together):
                 for lane in self._lanes:
                     self._submit(lane, ahead)
 
@@ -79,15 +84,14 @@ class BatchLoader:
         assert self._prefetcher
         if lane in self._submitted_until and self._submitted_until[lane] <= step + self._prefetch_steps:
             self._prefetcher.cancel(lane, before=step)
-            for ahead in range(max(step, self._submitted_until[lane]), step + self._prefetch_steps + 1):
-                self._submit(lane, ahead)
+            while self._submitted_until[lane] <= step + self._prefetch_steps:
+                self._submit(lane, max(step, self._submitted_until[lane]))
 
     def _submit(self, lane: int, step: int) -> None:
+        """Some steps of a lane, which are built together."""
         assert self._prefetcher
-        ids = self._sampler.ids(step, lane)
-        if len(ids):
-            self._prefetcher.submit((step, lane), ids)
-        self._submitted_until[lane] = step + 1
+        self._submitted_until[lane] = step + self._together
+        self._prefetcher.submit([(ahead, lane) for ahead in range(step, step + self._together)])
 
 
 def evaluation_batches(
@@ -104,15 +108,19 @@ def evaluation_batches(
     """The requested chunks with their numbers. Chunk c is ids[c * chunk_size : (c + 1) * chunk_size]."""
     loader = loader or LoaderConfig()
     builder = BatchBuilder(source, seed, EVALUATION, transform)
-    prefetcher = make_prefetcher(builder, loader, report=report)
-    wanted = ((c, ids[c * chunk_size : (c + 1) * chunk_size]) for c in chunks if c * chunk_size < len(ids))
+
+    def ids_of(key: BatchKey) -> Ids:
+        return ids[key[0] * chunk_size : (key[0] + 1) * chunk_size]
+
+    prefetcher = make_prefetcher(builder, ids_of, loader, report=report)
+    wanted = (c for c in chunks if c * chunk_size < len(ids))
     if prefetcher is None:
-        yield from ((c, builder.build((c,), part)) for c, part in wanted)
+        yield from ((c, builder.build((c,), ids_of((c,)))) for c in wanted)
         return
     with closing(prefetcher):
         submitted: deque[int] = deque()
-        for c, part in wanted:
-            prefetcher.submit((c,), part)
+        for c in wanted:
+            prefetcher.submit([(c,)])
             submitted.append(c)
             if len(submitted) > loader.prefetch:
                 yield _next_result(prefetcher, submitted)

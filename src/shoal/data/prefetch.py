@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shoal.data.augment_rng import Augment, apply_user_function, seeded_rng, single_threaded
 from shoal.data.batch import Batch
-from shoal.data.loader_processes import BatchKey, BuildBatch, LoaderDeath, LoaderPool
+from shoal.data.loader_processes import BatchKey, LoaderDeath, LoaderPool
 from shoal.data.source import DataSource, Ids, format_ids
 from shoal.errors import ShoalError, error
 from shoal.spec.data import LoaderConfig
 from shoal.spec.seeds import derive_seed
 
+IdsOf = Callable[[BatchKey], Ids]
 _MAX_AUTO_PROCESSES = 2
 _LOAD, _AUGMENT = 0, 1
 
@@ -44,13 +45,22 @@ class BatchBuilder:
 
     def build(self, key: BatchKey, ids: Ids) -> Batch:
         batch = self.load(key, ids)
-        return self.apply_transforms(key, batch) if self.transform or self.augment else batch
+        return self.apply_transforms(key, batch) if self.transforms else batch
+
+    @property
+    def transforms(self) -> bool:
+        """Whether the user's functions change batches."""
+        return self.transform is not None or self.augment is not None
 
     def load(self, key: BatchKey, ids: Ids) -> Batch:
         if not self.source.per_sample:
             return self.source.take(ids)
         with single_threaded(), seeded_rng(derive_seed(self.seed, self.purpose, _LOAD, *key)):
             return self.source.take(ids)
+
+    def load_each(self, parts: Mapping[BatchKey, Ids]) -> dict[BatchKey, Batch]:
+        """Batches of a source that needs no generators, without transforms."""
+        return dict(zip(parts, self.source.take_each(list(parts.values())), strict=True)) if parts else {}
 
     def apply_transforms(self, key: BatchKey, batch: Batch) -> Batch:
         with single_threaded():
@@ -77,10 +87,9 @@ def no_report(kind: str, /, **fields: Any) -> None:
 
 @dataclass
 class _Request:
-    """A batch that is being built."""
+    """A batch that is being built, alone or together with others."""
 
-    ids: Ids
-    future: Future[Batch]
+    future: Future[dict[BatchKey, Batch]]
     deaths: int = 0
 
     def loader_death(self) -> LoaderDeath | None:
@@ -91,21 +100,23 @@ class _Request:
 class Prefetcher:
     """Batches that are requested before they are needed. Belongs to the thread that requests them.
 
-    `load` runs in side threads (`workers` calls at once), `finish` in the requesting thread. A loader process that dies
-    is started again, and the batches that it owed are built again.
+    `ids_of` and `load`, which builds some batches together, run in side threads (`workers` calls at once), `finish` in
+    the requesting thread. A loader process that dies is started again, and the batches that it owed are built again.
     """
 
     def __init__(
         self,
-        load: BuildBatch,
+        load: Callable[[Mapping[BatchKey, Ids]], dict[BatchKey, Batch]],
         finish: Callable[[BatchKey, Batch], Batch] | None,
         *,
+        ids_of: IdsOf,
         workers: int,
         loader_pool: LoaderPool | None,
         report: Report = no_report,
     ) -> None:
         self._load = load
         self._finish = finish
+        self._ids_of = ids_of
         self._loader_pool = loader_pool
         self._report = report
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="load")
@@ -115,21 +126,27 @@ class Prefetcher:
     def in_processes(self) -> bool:
         return self._loader_pool is not None
 
-    def submit(self, key: BatchKey, ids: Ids) -> None:
-        self._pending[key] = _Request(ids, self._threads.submit(self._load, key, ids))
+    def submit(self, keys: Sequence[BatchKey]) -> None:
+        """Have these batches built together."""
+        future = self._threads.submit(self._build, keys)
+        self._pending.update({key: _Request(future) for key in keys})
+
+    def _build(self, keys: Sequence[BatchKey]) -> dict[BatchKey, Batch]:
+        parts = ((key, self._ids_of(key)) for key in keys)
+        return self._load({key: ids for key, ids in parts if len(ids)})
 
     def result(self, key: BatchKey) -> Batch | None:
-        """The batch; None if it was not submitted. SH312 if every loader process dies of it."""
+        """The batch; None if it was not submitted or has no samples. SH312 if every loader process dies of it."""
         request = self._pending.pop(key, None)
         if request is None:
             return None
         while True:
             try:
-                batch = request.future.result()
+                batch = request.future.result().get(key)
             except LoaderDeath:
                 self._replace_dead_loaders(key, request)
             else:
-                return batch if self._finish is None else self._finish(key, batch)
+                return batch if self._finish is None or batch is None else self._finish(key, batch)
 
     def _replace_dead_loaders(self, key: BatchKey, request: _Request) -> None:
         """Start the dead processes again, and request every batch again that failed with them."""
@@ -141,10 +158,11 @@ class Prefetcher:
                 continue
             if death.how:
                 owed.deaths += 1
+                ids = self._ids_of(owed_key)
                 if owed.deaths == MAX_LOADER_DEATHS:
-                    raise self._deaths_error(owed_key, owed.ids, death.how)
-                self._report("loader_restarted", samples=[int(i) for i in owed.ids[:8]], reason=f"died {death.how}")
-            owed.future = self._threads.submit(self._load, owed_key, owed.ids)
+                    raise self._deaths_error(owed_key, ids, death.how)
+                self._report("loader_restarted", samples=[int(i) for i in ids[:8]], reason=f"died {death.how}")
+            owed.future = self._threads.submit(self._build, [owed_key])
 
     def _deaths_error(self, key: BatchKey, ids: Ids, how: str) -> ShoalError:
         assert self._loader_pool
@@ -156,8 +174,10 @@ class Prefetcher:
 
     def cancel(self, lane: int | None = None, *, before: int = 0) -> None:
         """Drop batches that are no longer needed: all, or those of `lane` for steps before `before`."""
-        for key in [key for key in self._pending if lane is None or (key[0] < before and key[1] == lane)]:
-            self._pending.pop(key).future.cancel()
+        dropped = [key for key in self._pending if lane is None or (key[0] < before and key[1] == lane)]
+        futures = {self._pending.pop(key).future for key in dropped}
+        for future in futures - {request.future for request in self._pending.values()}:
+            future.cancel()
 
     def close(self) -> None:
         self.cancel()
@@ -196,17 +216,24 @@ class BlockPrefetcher:
         self._thread.shutdown()
 
 
-def make_prefetcher(builder: BatchBuilder, loader: LoaderConfig, *, report: Report = no_report) -> Prefetcher | None:
+def make_prefetcher(
+    builder: BatchBuilder, ids_of: IdsOf, loader: LoaderConfig, *, report: Report = no_report
+) -> Prefetcher | None:
     """None if building batches on demand is fastest."""
     processes = _process_count(builder.source, loader)
     if processes:
-        loader_pool = LoaderPool(processes, builder.build)
-        return Prefetcher(loader_pool, None, workers=processes, loader_pool=loader_pool, report=report)
+        pool = LoaderPool(processes, builder.build)
+
+        def load(parts: Mapping[BatchKey, Ids]) -> dict[BatchKey, Batch]:
+            return {key: pool(key, ids) for key, ids in parts.items()}
+
+        return Prefetcher(load, None, ids_of=ids_of, workers=processes, loader_pool=pool, report=report)
     source = builder.source
     if loader.workers == "auto" and not source.in_memory and not source.per_sample and _is_worth_a_thread(source):
         # Reading and decoding release the GIL. The user's functions stay in the requesting thread: they may use the
         # global generators, and torch's number of threads is a setting of the process.
-        return Prefetcher(builder.load, builder.apply_transforms, workers=1, loader_pool=None)
+        finish = builder.apply_transforms if builder.transforms else None
+        return Prefetcher(builder.load_each, finish, ids_of=ids_of, workers=1, loader_pool=None)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,7 +30,13 @@ class WeightedSource(DataSource):
         return len(self._source)
 
     def take(self, ids: Ids) -> Batch:
-        return replace(self._source.take(ids), weight=self._weights[torch.from_numpy(ids)])
+        return self.take_each([ids])[0]
+
+    def take_each(self, parts: Sequence[Ids]) -> list[Batch]:
+        return [
+            replace(batch, weight=self._weights[torch.from_numpy(ids)])
+            for batch, ids in zip(self._source.take_each(parts), parts, strict=True)
+        ]
 
     def warm(self, ids: Ids) -> None:
         self._source.warm(ids)

@@ -58,6 +58,10 @@ class DataSource(Protocol):
         """These samples, in this order."""
         ...
 
+    def take_each(self, parts: Sequence[Ids]) -> list[Batch]:
+        """A batch of each of these. Cheaper than many calls of `take` for sources with `blocks`."""
+        return [self.take(ids) for ids in parts]
+
     def warm(self, ids: Ids) -> None:
         """Decode these samples soon. Called from a side thread, for sources with `blocks`."""
         return

@@ -83,10 +83,14 @@ def trips(job_dir):
 @pytest.mark.compat_row("categories", "works", how="`encode: {city: onehot}` or `number`; saved in model.json")
 @pytest.mark.compat_row("nullable columns", "works", how="`missing: {age: flag}`, `mean`, a number, `unknown`")
 @pytest.mark.compat_row("per-sample weights", "works", how="`data.weight: column`")
-def test_a_table_of_everything(same_bits, trips, job_dir):
+def test_a_table_of_everything(run, same_bits, trips, job_dir):
     model = {"name": "models.py:mlp", "args": {"inputs": 14, "classes": 2}}
     data = {"source": trips, "split": HOLDOUT, "weight": "importance"}
     outcome = same_bits(BASE | {"model": model, "data": data})
+    same_inputs = trips | {"inputs": ["age", "city", "start", "born", "day", "zone"]}
+    unweighted = run(BASE | {"model": model, "data": {"source": same_inputs, "split": HOLDOUT}})
+    assert unweighted.status == "finished", unweighted.error
+    assert unweighted.receipt.weights_sha256 != outcome.receipt.weights_sha256
     info = json.loads((outcome.paths.model / "model.json").read_text())
     assert info["classes"] == ["no", "yes"]
     assert info["encoders"]["city"]["categories"] == ["Bonn", "Oslo", "Rome"]
@@ -146,6 +150,7 @@ def test_classes_drawn_equally_often(same_bits):
 def test_augmentations_by_name(same_bits):
     named = [
         "RandomHorizontalFlip",
+        "RandomVerticalFlip",
         {"name": "RandomCrop", "args": {"size": 8, "padding": 1}},
         {"name": "RandomRotation", "args": {"degrees": 10}},
         {"name": "ColorJitter", "args": {"brightness": 0.2, "contrast": 0.2, "max_value": 16}},

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shoal.data.batch import Batch
 from shoal.data.source import Array, DataSource, Ids
@@ -51,7 +53,12 @@ class ParquetRowGroupSource(DataSource):
         return self._size
 
     def take(self, ids: Ids) -> Batch:
+        return self.take_each([ids])[0]
+
+    def take_each(self, parts: Sequence[Ids]) -> list[Batch]:
+        """Each group is read once for all parts: few long copies, in which other threads compute."""
         assert self.blocks is not None
+        ids = np.concatenate(parts)
         order = np.argsort(ids)
         in_order = ids[order]
         group_of = self._groups_of(in_order)
@@ -60,10 +67,14 @@ class ParquetRowGroupSource(DataSource):
         rows = in_order - self.blocks[group_of]
         back = np.empty_like(order)
         back[order] = np.arange(len(ids))
-        inputs = self._gather([group.inputs for group in groups], rows, cuts)[back]
+        places = np.split(back, np.cumsum([len(part) for part in parts])[:-1])
+        inputs = self._gather([group.inputs for group in groups], rows, cuts)
         targets = [group.target for group in groups if group.target is not None]
-        target = torch.from_numpy(self._gather(targets, rows, cuts)[back]) if targets else None
-        return Batch((torch.from_numpy(inputs),), target, len(ids))
+        target = self._gather(targets, rows, cuts) if targets else None
+        return [
+            Batch((_rows(inputs, place),), None if target is None else _rows(target, place), len(place))
+            for place in places
+        ]
 
     def _gather(self, parts: list[Array], rows: Ids, cuts: list[int]) -> Array:
         """Rows cuts[i] to cuts[i + 1] come from part i."""
@@ -161,3 +172,10 @@ class ParquetRowGroupSource(DataSource):
     def _check_width(self, inputs: Array, part: Array) -> None:
         if inputs.shape[1:] != part.shape[1:]:
             raise error("SH306", "row groups hold lists of different lengths", where=self._reader.files[0].path)
+
+
+def _rows(values: Array, places: Ids) -> Tensor:
+    """These rows, in memory that begins where torch lets tensors begin."""
+    out = torch.from_numpy(values[:0]).new_empty((len(places), *values.shape[1:]))
+    np.take(values, places, axis=0, out=out.numpy(), mode="clip")
+    return out

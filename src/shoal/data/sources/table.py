@@ -16,7 +16,7 @@ import torch
 from shoal.data.fitted import ColumnEncoder, Fitted
 from shoal.data.source import Array, SourceOptions
 from shoal.data.sources.encoding import ColumnKind, apply, check_encodings, fit
-from shoal.data.sources.values import is_list, is_text, parse_numbers, to_float32, to_plain_array
+from shoal.data.sources.values import is_list, is_text, parse_numbers, to_float32, to_float32_rows, to_plain_array
 from shoal.errors import did_you_mean, error
 from shoal.spec.sources.config import TableConfig
 
@@ -228,15 +228,14 @@ def _convert_inputs(table: pa.Table | pa.RecordBatch, layout: ColumnLayout) -> A
     if layout.tokens:
         return to_matrix(to_plain_array(table.column(layout.inputs[0])), np.dtype(np.int64), layout.inputs[0])
     columns = [to_plain_array(table.column(name)) for name in layout.inputs]
+    if not columns:
+        return np.empty((table.num_rows, 0), dtype=np.float32)
     if layout.encoders or any(is_list(column.type) for column in columns):
         return np.concatenate(
             [_input_part(column, name, layout) for name, column in zip(layout.inputs, columns, strict=True)], axis=1
         )
-    by_column = np.empty((len(columns), table.num_rows), dtype=np.float32)
-    for i, column in enumerate(columns):
-        by_column[i] = to_float32(column)
     # torch transposes in tiles; numpy would write one value here and the next one a row further.
-    return torch.from_numpy(by_column).t().contiguous().numpy()
+    return torch.from_numpy(to_float32_rows(columns)).t().contiguous().numpy()
 
 
 def _input_part(column: pa.Array, name: str, layout: ColumnLayout) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,6 +25,19 @@ def to_float32(column: pa.Array) -> Array:
     if column.type != pa.float32():
         column = column.cast(pa.float32(), safe=False)
     return np.asarray(column.to_numpy(zero_copy_only=False))
+
+
+def to_float32_rows(columns: Sequence[pa.Array]) -> Array:
+    """The columns as the rows of a matrix, as `to_float32` has them."""
+    if all(column.type == pa.float32() and not column.null_count for column in columns):
+        # One call, in which other threads compute.
+        names = [str(number) for number in range(len(columns))]
+        tensor = pa.RecordBatch.from_arrays(list(columns), names).to_tensor(row_major=False)
+        return np.asarray(tensor.to_numpy()).T
+    rows = np.empty((len(columns), len(columns[0])), dtype=np.float32)
+    for row, column in zip(rows, columns, strict=True):
+        row[:] = to_float32(column)
+    return rows
 
 
 def to_plain_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
