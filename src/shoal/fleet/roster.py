@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -131,7 +132,11 @@ class Roster:
         peer = self._peers[seat]
         if peer.disconnected_at_s is not None:
             return time.monotonic() - peer.disconnected_at_s
-        return self._connections.silence_s(peer.connection)
+        silence_s = self._connections.silence_s(peer.connection)
+        if silence_s == math.inf:  # it was closed just now, and the message that says so is still to be received
+            peer.disconnected_at_s = time.monotonic()
+            return 0.0
+        return silence_s
 
     # ---- processes that are being started, or outlived an earlier driver ----
 
