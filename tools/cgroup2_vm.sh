@@ -55,6 +55,7 @@ mount -t tmpfs shm /root/dev/shm
 mount -t tmpfs tmp /root/tmp
 chmod 1777 /root/tmp
 mount -t cgroup2 cgroup2 /root/sys/fs/cgroup
+chmod a+x /root/root /root/home/* # tests run programs below them as other users; this reaches the layer alone
 ip link set lo up
 cat >/root/tmp/command <<'COMMAND'
 cd '$(pwd)' && $command

@@ -169,3 +169,16 @@ def agent_above(process):
     """The agent that started the process, through its fork server."""
     (agent,) = [one for one in process.parents() if one.cmdline()[-1:] == ["shoal.fleet.agents.host_agent"]]
     return agent
+
+
+def kill_above(pid, killed):
+    """Kill the worker `pid`, the agent above it, or the actor above that; return the pids of all that ended
+    with it."""
+    worker = psutil.Process(pid)
+    agent = agent_above(worker)
+    top = {"worker": worker, "agent": agent, "actor": agent.parent()}[killed]
+    below = [worker, *top.children(recursive=True)]
+    top.kill()
+    _, alive = psutil.wait_procs(below, PATIENCE_S)
+    assert not alive, f"the {killed} was killed, and these live on: {alive}"
+    return {one.pid for one in below}

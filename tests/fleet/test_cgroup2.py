@@ -150,7 +150,7 @@ print((group / "cpu.stat").read_text())
     assert worker.notes == ["limits.cpus bounds the worker to 0.25 cores, by cgroup v2"]
     assert (worker.group / "cpu.max").read_text().split() == [str(QUARTER_US), str(CPU_PERIOD_US)]
     assert worker.go_on() == 0, worker.err
-    stat = {name: int(value) for name, value in map(str.split, worker.out.splitlines()) if value}
+    stat = {name: int(value) for name, value in map(str.split, worker.out.strip().splitlines())}
     assert stat["usage_usec"] > 500_000
     assert stat["nr_throttled"] > 10
     assert stat["usage_usec"] < (stat["nr_periods"] + 4) * QUARTER_US, "the quota of the periods that have begun"
@@ -199,7 +199,8 @@ def test_in_a_container_its_own_limit_counts_and_groups_cannot_be_made(session):
     """Its processes are in the outermost group that it sees, so by the rules of the kernel that has no others."""
     (session / "cgroup.subtree_control").write_text("+memory +cpu")
     (session / "scope" / "memory.max").write_text("200M")
-    inside = ["unshare", "--cgroup", "--mount", "sh", "-c", 'mount -t cgroup2 c /sys/fs/cgroup && exec "$@"', "sh"]
+    enter = 'umount /sys/fs/cgroup && mount -t cgroup2 c /sys/fs/cgroup && exec "$@"'
+    inside = ["unshare", "--cgroup", "--mount", "sh", "-c", enter, "sh"]
     then = "print(*own_cgroups(), memory_of(group)[0], room_bytes(own_cgroups()))"
     worker = LimitedWorker(session / "scope", then, before=inside, cpus=0.5)
     assert "this user may not make groups in cgroup v2" in worker.notes[0]

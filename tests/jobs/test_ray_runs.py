@@ -14,6 +14,7 @@ import yaml
 from shoal.events import read_events
 from shoal.spec.run_paths import RunPaths
 from tests.conftest import MLP
+from tests.fleet.engine_contract import kill_above
 from tests.fleet.ray_nodes import ENVIRONMENT, ray_nodes
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import assert_same, assert_token_is_hidden, reference_receipt
@@ -59,7 +60,8 @@ def slow(job_dir):
     return [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(job_dir / "ready")}}]
 
 
-def test_the_same_bits_through_a_kill(run, job_dir, cluster, engine):
+@pytest.mark.parametrize("killed", ["worker", "agent", "actor"])
+def test_the_same_bits_through_a_kill(run, job_dir, cluster, engine, killed):
     """Nobody who asks Ray, lists processes or reads Ray's logs learns the token meanwhile."""
     with background_run(run, LONGER, workers=2, engine=engine, watchers=slow(job_dir)) as it:
         it.wait_for_workers(2)
@@ -68,13 +70,14 @@ def test_the_same_bits_through_a_kill(run, job_dir, cluster, engine):
         assert "AgentActor" in told
         assert any("AgentActor" in log for log in logs)
         assert_token_is_hidden(it.paths, told, *logs)
-        os.kill(it.state.training_workers[-1].pid, signal.SIGKILL)
-        it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
+        pids = {worker.pid for worker in it.state.training_workers}
+        deaths = len(pids & kill_above(it.state.training_workers[-1].pid, killed))
+        it.wait_until(lambda state: sum(w.state == "dead" for w in state.workers.values()) == deaths)
         it.wait_for_workers(2)
         (job_dir / "ready").touch()
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, LONGER))
-    assert outcome.receipt.deaths_survived == 1
+    assert outcome.receipt.deaths_survived == deaths
 
 
 def test_a_search_on_ray_decides_and_finds_the_same(job_dir, fork_server, engine):

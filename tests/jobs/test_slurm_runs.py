@@ -15,6 +15,7 @@ import yaml
 from shoal.events import read_events
 from shoal.spec.run_paths import RunPaths
 from tests.conftest import MLP
+from tests.fleet.engine_contract import kill_above
 from tests.fleet.slurm_cluster import SLURM, slurm_network
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import assert_same, assert_token_is_hidden, reference_receipt
@@ -62,15 +63,18 @@ def slow(job_dir):
     return [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(job_dir / "ready")}}]
 
 
-def test_the_same_bits_through_a_kill_with_a_job_per_worker(run, job_dir, cluster):
+@pytest.mark.parametrize("killed", ["worker", "agent"])
+def test_the_same_bits_through_a_kill_with_a_job_per_worker(run, job_dir, cluster, killed):
     with background_run(run, LONGER, workers=2, engine=ENGINE, watchers=slow(job_dir)) as it:
         it.wait_for_workers(2)
         logs = [file.read_text(errors="replace") for file in (cluster.root / "log").iterdir()]
         assert_token_is_hidden(it.paths, cluster.run("scontrol", "--details", "show", "job"), *logs)
-        os.kill(it.state.training_workers[-1].pid, signal.SIGKILL)
+        jobs = cluster.active_jobs()
+        kill_above(it.state.training_workers[-1].pid, killed)
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)
-        assert len(cluster.active_jobs()) == 2  # the job of the dead worker is used again
+        if killed == "worker":
+            assert cluster.active_jobs() == jobs  # the job of the dead worker is used again
         (job_dir / "ready").touch()
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, LONGER))

@@ -15,8 +15,13 @@ from tests.conftest import MLP
 
 pytestmark = pytest.mark.limits
 
-LIMITS = {"memory": "500 MB", "cpus": 1}
+LIMITS = {"memory": "1 GB", "cpus": 1}
 PATIENCE_S = 300
+
+
+@pytest.fixture(autouse=True)
+def _kernel_with_cgroup2():
+    assert Path("/sys/fs/cgroup/cgroup.controllers").is_file(), "`make test-limits` brings a kernel with cgroup v2"
 
 
 def groups():
@@ -43,7 +48,7 @@ def test_a_worker_out_of_memory_is_named_before_and_after_and_the_weights_are_th
     told = [event for event in read_events(events) if event.kind in ("note", "worker_died")]
     texts = [event.get("message", "") or event["reason"] for event in told]
     both = [
-        "limits.memory bounds what the worker uses to 500 MB, by cgroup v2",
+        "limits.memory bounds what the worker uses to 1 GB, by cgroup v2",
         "limits.cpus bounds the worker to 1 cores, by cgroup v2",
     ]
     assert texts[:2] == both

@@ -130,13 +130,12 @@ class Roster:
     def silence_s(self, seat: int) -> float:
         """Seconds since the process was last heard."""
         peer = self._peers[seat]
-        if peer.disconnected_at_s is not None:
-            return time.monotonic() - peer.disconnected_at_s
-        silence_s = self._connections.silence_s(peer.connection)
-        if silence_s == math.inf:  # it was closed just now, and the message that says so is still to be received
-            peer.disconnected_at_s = time.monotonic()
-            return 0.0
-        return silence_s
+        if peer.disconnected_at_s is None:
+            silence_s = self._connections.silence_s(peer.connection)
+            if silence_s < math.inf:
+                return silence_s
+            peer.disconnected_at_s = time.monotonic()  # it was closed just now, and the message of it is to be received
+        return time.monotonic() - peer.disconnected_at_s
 
     # ---- processes that are being started, or outlived an earlier driver ----
 

@@ -239,9 +239,10 @@ def test_a_worker_above_its_memory_ends_only_its_own_job_and_what_the_limits_mea
 
 
 def test_a_job_that_gets_no_workers_any_more_is_saved_and_goes_on_later(store, paths, job, serve, fork_server):
-    made = job(steps=150)
+    made, go_on = job(steps=150), paths.runs.parent / "go-on"
     alone = run_executor.run(made, runs=paths.runs.parent / "alone", fork_server=fork_server)
-    store.submit([made], user="ann")
+    slow = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(go_on)}}
+    store.submit([job(steps=150, watchers=[slow])], user="ann")
     policy = Chosen()
     policy.shares = {1: 1}
     served = serve(policy)
@@ -250,6 +251,7 @@ def test_a_job_that_gets_no_workers_any_more_is_saved_and_goes_on_later(store, p
     served._next_decision_s = 0.0
     tick_until(served, lambda: state_of(store, 1) == "waiting")
     assert "others" in store.get(1).reason
+    go_on.touch()
     policy.shares = {1: 2}
     served._next_decision_s = 0.0
     tick_until(served, all_ended(store))
