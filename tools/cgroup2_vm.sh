@@ -52,8 +52,12 @@ mount -t sysfs sys /root/sys
 mount -t devtmpfs dev /root/dev
 mkdir -p /root/dev/shm
 mount -t tmpfs shm /root/dev/shm
+mkdir /here
+mount -o bind '/root$(pwd)' /here
 mount -t tmpfs tmp /root/tmp
 chmod 1777 /root/tmp
+mkdir -p '/root$(pwd)' # gone if it is below /tmp
+mount -o bind /here '/root$(pwd)'
 mount -t cgroup2 cgroup2 /root/sys/fs/cgroup
 chmod a+x /root/root /root/home/* # tests run programs below them as other users; this reaches the layer alone
 ip link set lo up
