@@ -10,7 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,13 @@ from benchmarks.scheduling.shoal_policy import ShoalPolicy, Sizes
 from benchmarks.scheduling.workload import WorkloadError, load_workload
 from shoal.plan.scheduling import SchedulingPolicy, Weighting
 
-POLICIES = ("shoal", "pf", "tiresias", "optimus")
+ADAPTIVE = ("shoal", "pf")
+POLICIES = (*ADAPTIVE, "tiresias", "optimus")
 SIZES: Sequence[Sizes] = ("blind", "declared", "warm")
 SHOWN = ("mean_jct", "p50", "p99", "makespan", "rho_p99", "restarts", "decision_ms", "sim_cpu_s")
 RESIZE_S = 0.3
 """How long Shoal stops for a change of its workers; measured by `benchmarks.recovery`."""
+ROUNDS, EVENTS = Setting(), Setting(events=True)
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Case:
     policy: str = "shoal"
     sizes: Sizes = "declared"
     load: float = 1.0
-    setting: Setting = field(default_factory=Setting)
+    setting: Setting = EVENTS
     exponent: float | None = None
 
     def make_policy(self) -> ClusterPolicy:
@@ -65,7 +67,7 @@ class Data:
 
     def simulate(self, path: Path, case: Case, into: Path | None = None) -> dict[str, float]:
         began = time.process_time()
-        adaptive, warm = case.policy in ("shoal", "pf"), case.sizes == "warm"
+        adaptive, warm = case.policy in ADAPTIVE, case.sizes == "warm"
         jobs = load_workload(path, self.apps, adaptive=adaptive, warm=warm, load=case.load)
         simulation = Simulation(jobs, case.make_policy(), case.setting)
         simulation.run()
@@ -91,7 +93,7 @@ def main() -> None:
     simulate.add_argument("--policy", choices=POLICIES, default="shoal")
     simulate.add_argument("--sizes", choices=SIZES, default="declared", help="what the policy knows of jobs")
     simulate.add_argument("--restart-s", type=float, default=30.0, help="how long a change of GPUs stops a job")
-    simulate.add_argument("--events", action="store_true", help="decide also when a job arrives or ends")
+    simulate.add_argument("--rounds", action="store_true", help="decide every 60 s alone, as the published policies do")
     simulate.add_argument("--load", type=float, default=1.0, help="2: the same jobs arrive in half the time")
     simulate.add_argument("--exponent", type=float, help="of the weights: 1 treats jobs alike, 2 favours short ones")
     simulate.add_argument("--output", type=Path, help="write jobs.csv, decisions.csv, events.jsonl, summary.json here")
@@ -124,7 +126,7 @@ def _simulate(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Non
         parser.error("--load must be above 0, and --restart-s 0 or more")
     if asked.exponent is not None and not asked.exponent > 0:
         parser.error("--exponent must be above 0")
-    setting = Setting(restart_s=asked.restart_s, events=asked.events)
+    setting = Setting(restart_s=asked.restart_s, events=asked.policy in ADAPTIVE and not asked.rounds)
     case = Case(asked.policy, asked.sizes, asked.load, setting, asked.exponent)
     try:
         found = Data.load(asked.data).simulate_all(paths, case, asked.output)
@@ -168,19 +170,22 @@ def _keep(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
         report.keep("scheduling", part, {"rows": [data.simulate_all(paths, case) for case in cases]})
 
 
-ROUNDS = tuple(Case("shoal", sizes) for sizes in SIZES)
-FAST = replace(Setting(), restart_s=RESIZE_S)
-EVENTS = replace(FAST, events=True)
+BY_SIZES = tuple(Case("shoal", sizes) for sizes in SIZES)
 KEPT: Sequence[tuple[str, str, Sequence[Case]]] = (
-    ("load 1.0", "workloads", (*ROUNDS, Case("pf", "blind"), Case("tiresias"), Case("optimus"))),
-    ("exponents", "workloads", [Case("shoal", "declared", exponent=one) for one in (1.0, 1.25, 1.5, 1.75, 2.0, 2.5)]),
+    (
+        "load 1.0",
+        "workloads",
+        (*BY_SIZES, Case("pf", "blind"), Case("tiresias", setting=ROUNDS), Case("optimus", setting=ROUNDS)),
+    ),
+    ("in rounds", "workloads", [replace(case, setting=ROUNDS) for case in BY_SIZES]),
+    ("exponents", "workloads", [Case("shoal", "declared", exponent=one) for one in (1.0, 1.5, 2.0, 2.5, 3.0)]),
     ("load 0.5", "workloads-0.5", (Case("shoal", "declared"), Case("shoal", "warm"))),
     ("load 1.5", "workloads", (Case("shoal", "declared", 1.5),)),
     ("load 2.0", "workloads", (Case("shoal", "declared", 2.0), Case("pf", "blind", 2.0))),
     (
         "resize in 0.3 s",
         "workloads",
-        (Case("shoal", "declared", 1.0, FAST), Case("shoal", "declared", 1.0, EVENTS)),
+        [Case("shoal", "declared", setting=replace(one, restart_s=RESIZE_S)) for one in (ROUNDS, EVENTS)],
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Divide slots between jobs: the largest sum of weight times utility of speed.
+"""Divide slots between jobs: the largest sum of weight times utility of slots.
 
 Each job's utilities are replaced by their concave hull, so that a size which is slower than a smaller one hides no
 larger one: four workers on one node may be faster than six on two. Steps from vertex to vertex of all hulls are then
@@ -22,9 +22,10 @@ SHORTEST_HORIZON_S, LONGEST_HORIZON_S = 60.0, 600.0
 PER_OCTAVE = 4
 """Horizons are rounded to so many values per factor of two, so that hulls can be kept."""
 LARGEST_LOSS = 0.9
-UTILITY_POWER = 0.25
-"""Utility is speed to this power. Near 0 it is the logarithm (proportional fairness); 1 would favour only those jobs
-that scale best."""
+ELASTICITY_SHARE = 0.8
+"""A slot gains e / (1 - 0.8 e), relative to the slots that a job has, where its speed grows with the power e of the
+slots. Without the divisor that is the logarithm of the speed (proportional fairness); with 1 instead of 0.8 it would
+minimise the time of the job plus a price of its slot hours, and leave nothing to jobs that scale badly."""
 NOWHERE = -1
 
 
@@ -92,7 +93,7 @@ def _compute(rows: list[int], jobs: list[JobView], tables: list[SizeTable], keys
         if keys[row] != NOWHERE:
             size, octave = divmod(keys[row], 64)
             gains[at, size] += _worth_of_staying(jobs[row].resize_s, octave)
-    steps = hull_steps(_utility(gains), slots)
+    steps = hull_steps(_utility(gains, slots), slots)
     order = np.argsort(steps.job, kind="stable")
     edges = np.searchsorted(steps.job[order], np.arange(len(rows) + 1))
     for at, row in enumerate(rows):
@@ -100,10 +101,26 @@ def _compute(rows: list[int], jobs: list[JobView], tables: list[SizeTable], keys
         tables[row].hulls[keys[row]] = steps.end[own], steps.slots[own], steps.gain[own]
 
 
-def _utility(logs: Floats) -> Floats:
-    """Of the speed as a multiple of that with the smallest size. Padding stays -inf."""
-    with np.errstate(invalid="ignore"):
-        return np.where(np.isfinite(logs), np.exp(UTILITY_POWER * (logs - logs[:, :1])) / UTILITY_POWER, -np.inf)
+def _utility(logs: Floats, slots: Ints) -> Floats:
+    """The sum of the gains up to each size, along the hull of the logarithm of speed over that of slots, on which the
+    elasticity e falls. Padding stays -inf."""
+    found = np.where(np.isfinite(logs) & (np.arange(logs.shape[1]) == 0), 0.0, -np.inf)
+    rows = np.flatnonzero(np.isfinite(logs[:, :1]).any(axis=1))
+    columns, width, at = np.arange(logs.shape[1]), np.log(np.maximum(slots, 1)), np.zeros(len(rows), np.int64)
+    while len(rows):
+        here = np.arange(len(rows)), at
+        longer = width[rows] - width[rows][here][:, None]
+        faster = logs[rows] - logs[rows][here][:, None]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            slope = np.where((columns > at[:, None]) & (longer > 0), faster / longer, -np.inf)
+        best = np.argmax(slope, axis=1)
+        elasticity = slope[here[0], best]
+        total = found[rows, at][:, None] + faster / (1 - ELASTICITY_SHARE * np.clip(elasticity, 0.0, 1.0))[:, None]
+        passed = (columns > at[:, None]) & (columns <= best[:, None])
+        found[rows] = np.where(passed, total, found[rows])
+        up = elasticity > 0
+        rows, at = rows[up], best[up]
+    return found
 
 
 def _worth_of_staying(resize_s: float, octave: int) -> float:

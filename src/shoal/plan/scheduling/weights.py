@@ -1,8 +1,9 @@
 """Which job comes first, and whose speed counts how much.
 
 A job with little work left counts more, because its end makes room soonest. With m jobs of known size, the one with
-the i-th largest remaining time has the weight (i/m)^2 - ((i-1)/m)^2: the shares that minimise the mean completion time
-where speed grows with the square root of the workers. Jobs of unknown size have the mean weight, 1/m.
+the i-th largest remaining time has the weight (i/m)^r - ((i-1)/m)^r: the shares that minimise the mean completion time
+where speed grows with the power 1 - 1/r of the workers. No weight is below 0.4 of the mean one, so that the longest
+jobs, which end last, do not stand still while others come. Jobs of unknown size have the mean weight, 1/m.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ class Standing:
 
 @dataclass(frozen=True)
 class Weighting:
-    """`exponent` 1 treats all jobs alike (proportional fairness), 2 favours those with little work left.
+    """`exponent` 1 treats all jobs alike (proportional fairness), 2 favours those with little work left. No job counts
+    less than `least` of the mean.
 
     `patience_s`: a job that has waited so long in all comes before everybody, first come first served. Such jobs take
     at most `starved_share` of the slots, but one of them always runs.
     """
 
-    exponent: float = 2.0
+    exponent: float = 2.2
+    least: float = 0.4
     patience_s: float = 3600.0
     starved_share: float = 0.25
 
@@ -49,7 +52,7 @@ class Weighting:
         if len(known):
             ranked = known[np.lexsort((known, -jobs.remaining_s[known]))]
             edges = np.linspace(0.0, 1.0, len(known) + 1) ** self.exponent
-            weights[ranked] = np.diff(edges) * len(known) / count
+            weights[ranked] = np.maximum(np.diff(edges) * len(known), self.least) / count
         level = np.clip(jobs.priority, -MAX_LEVEL, MAX_LEVEL)
         return np.asarray(weights * PRIORITY_FACTOR**level)
 
