@@ -131,6 +131,27 @@ def test_new_rows_are_encoded_as_those_of_the_training(run, job_dir, fork_server
     torch.testing.assert_close(torch.tensor(parquet.read_table(outs[0])["probabilities"].to_pylist()), wanted)
 
 
+@pytest.mark.long
+def test_a_run_without_a_model_yet_reads_new_rows_as_its_training_data(run, job_dir, fork_server):
+    """The new table has one city and one number: what is fitted to it is not what the checkpoint was trained with."""
+    rng = np.random.default_rng(1)
+    cities = ["Bergen", "Oslo", "Rome"]
+    rows = [(i, cities[i % 3], "eel" if rng.random() < 0.5 else "cod") for i in range(60)]
+    _write(job_dir / "train.csv", "a,city,kind", rows)
+    source = LETTERS["data"]["source"] | {"encode": {"city": "onehot", "a": "standard"}}
+    model = {"name": "models.py:mlp", "args": {"inputs": 4, "classes": 2}}
+    data = {"source": source, "split": "holdout"}
+    outcome = run(LETTERS, model=model, data=data, checkpoint={"every": "6 steps"})
+    assert outcome.status == "finished", outcome.error
+    _write(job_dir / "new.csv", "a,city", [(7, city) for city in ("Rome", "Rome", "Oslo", "Bergen")])
+    outs = [job_dir / f"{number}.parquet" for number in range(2)]
+    predict(outcome.paths, data=str(job_dir / "new.csv"), out=outs[0], fork_server=fork_server)
+    shutil.move(outcome.paths.model, job_dir / "away")
+    predict(outcome.paths, data=str(job_dir / "new.csv"), out=outs[1], workers=2, fork_server=fork_server)
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    assert set(parquet.read_table(outs[1])["prediction"].to_pylist()) <= {"cod", "eel"}
+
+
 @pytest.mark.compat_row("predictions of unlabelled data", "works", how="`shoal predict RUN --data new.csv --workers 2`")
 def test_images_without_labels(run, job_dir, fork_server):
     """They lie in one directory, whose name is no class; each row names its file."""

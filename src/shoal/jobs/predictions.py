@@ -53,12 +53,11 @@ def predict(
     """Predict every row of `data` and write a Parquet or CSV file, completely or not at all."""
     job = load_run_job(paths.job)
     weights, rows = (find(paths, job, best=best) for find in (run_index.find_weights, run_index.find_checkpoint))
-    info = _model_info(paths)
     arguments = {
         "weights": weights,
         "rows": rows,
         "source": unlabelled_source(job, data),
-        "fitted": {name: info.get(name) for name in ("classes", "encoders", "input_columns")},
+        "fitted": _fitted(paths),
     }
     _check_out(out)
     with ExitStack() as stack:
@@ -109,13 +108,13 @@ def _share_steps(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _model_info(paths: RunPaths) -> dict[str, Any]:
-    """model.json of the run; nothing if it has none yet."""
+def _fitted(paths: RunPaths) -> dict[str, Any] | None:
+    """What model.json says of the training data; None if the run has none yet: then it is fitted again."""
     try:
         found = json.loads((paths.model / "model.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return {name: found[name] for name in ("classes", "encoders", "input_columns")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _check_out(out: Path) -> None:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch_loader import evaluation_batches
-from shoal.data.datasets import bind_ref
+from shoal.data.datasets import bind_ref, open_datasets
 from shoal.data.fitted import Fitted
 from shoal.data.source import open_source
 from shoal.errors import error
 from shoal.events import EventWriter
 from shoal.spec.data import DataConfig
 from shoal.spec.job import Job
+from shoal.spec.run_paths import cache_directory
 from shoal.spec.seeds import EVALUATION
 from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
@@ -33,17 +34,18 @@ def write_predictions(
     weights: str,
     rows: str,
     source: dict[str, Any],
-    fitted: dict[str, Any],
+    fitted: dict[str, Any] | None,
     out: str,
     share: tuple[int, int],
 ) -> dict[str, Any]:
     """Predict the chunks `share[0]`, `share[0] + share[1]`, … of the source, a record batch for each.
 
-    A chunk has the same samples whoever predicts it, so the number of workers changes no bit.
+    A chunk has the same samples whoever predicts it, so the number of workers changes no bit. Without `fitted`, it is
+    learnt from the training data, as when the run began.
     """
     task, replica = build_trained_replica(job, weights=weights, rows=rows, report=stream.emit)
     replica.model.eval()
-    known = Fitted.of_model(fitted)
+    known = _fit(job) if fitted is None else Fitted.of_model(fitted)
     opened = open_source(
         DataConfig.model_validate({"source": source}).source,
         base_dir=job.base_dir,
@@ -79,6 +81,11 @@ def write_predictions(
         if writer is not None:
             writer.close()
     return {"samples": len(opened), "chunks": count, "chunk_size": size}
+
+
+def _fit(job: Job) -> Fitted:
+    data = job.data.model_copy(update={"leaks": "ignore"})
+    return Fitted.of(open_datasets(data, seed=job.seed, base_dir=job.base_dir, cache_dir=cache_directory()).train.source)
 
 
 def prediction_columns(output: Any, size: int, task: Task, classes: Sequence[Any] | None) -> dict[str, pa.Array]:
