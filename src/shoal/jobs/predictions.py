@@ -74,12 +74,16 @@ def predict(
 
 
 def unlabelled_source(job: Job, data: str) -> dict[str, Any]:
-    """The job's source with other data, without its target. For a `python` source, `data` names another dataset."""
+    """The job's source with other data, without its target. For a `python` source, `data` names another dataset, or the
+    job's own, which then gets the arguments that it has in the job."""
     if not data:
         raise error("SH812", "no data is given", where="--data")
     if job.data.source.kind == "python":
-        kept = job.data.source.model_dump(mode="json", include={"kind", "collate"})
-        return {**kept, "factory": {"name": data}}
+        own = job.data.source.model_dump(mode="json", exclude_none=True)
+        if own["factory"]["name"] == data:
+            return own
+        own.pop("length", None)
+        return {**own, "factory": {"name": data}}
     source = run_index.source_override(job, data, "")
     assert source is not None
     for field in ("target", "target_as", "labels"):
@@ -173,6 +177,12 @@ def _write_csv(table: pa.Table, target: Path) -> None:
             raise error(
                 "SH609", f"'{name}' has lists of lists, which CSV cannot hold", where="--out", fix="Use .parquet."
             )
-        for number in range(len(column[0])):
+        lengths = pc.unique(pc.list_value_length(column)).to_pylist()
+        if len(lengths) > 1:
+            message = (
+                f"'{name}' has lists of {min(lengths)} to {max(lengths)} numbers, and CSV the same columns in each row"
+            )
+            raise error("SH609", message, where="--out", fix="Use .parquet.")
+        for number in range(lengths[0]):
             columns[f"{name}_{number}"] = pc.list_element(column, number)
     pa_csv.write_csv(pa.table(columns), target)
