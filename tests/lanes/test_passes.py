@@ -239,6 +239,35 @@ def test_an_average_begins_at_its_step():
     assert torch.equal(replica.average.values["0.weight"], model[0].weight)
 
 
+def test_an_average_leaves_out_what_is_frozen():
+    """Also one of a checkpoint that has it."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    replica = Replica(model, torch.optim.SGD(model[2].parameters(), lr=0.1), cross_entropy, seed=1)
+    replica.average = average = WeightAverage(model, kind="ema", decay=0.9, start=0, every=1)
+    trained(replica, 2, digits(20))
+    assert set(average.values) == {"2.weight", "2.bias"}
+    average.load_state({"count": 2, "values": average.values | {"0.weight": model[0].weight.detach()}})
+    assert set(average.values) == {"2.weight", "2.bias"}
+    before = model[2].weight.detach().clone()
+    with replica.evaluation_weights():
+        assert torch.equal(model[2].weight, average.values["2.weight"])
+    assert torch.equal(model[2].weight, before)
+
+
+def test_an_average_is_loaded_to_the_device_of_its_model():
+    model = mlp()
+    average = WeightAverage(model, kind="ema", decay=0.9, start=0, every=1)
+    average.update(0)
+    state = average.state()
+    other = WeightAverage(mlp().to("meta"), kind="ema", decay=0.9, start=0, every=1)
+    other.load_state(state)
+    other.update(1)  # both are on one device
+    assert {value.device.type for value in other.values.values()} == {"meta"}
+    average.load_state(state)
+    assert average.values["0.weight"].data_ptr() != state["values"]["0.weight"].data_ptr()
+
+
 class Modes(torch.optim.SGD):
     """As schedule-free optimizers: other weights in evaluation, and a way back that passes."""
 
