@@ -1,5 +1,6 @@
 """Hugging Face: models, tokenizers and datasets."""
 
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.compat
@@ -106,6 +107,48 @@ def test_what_the_source_refuses(run, job_dir):
     unknown = run(BERT, data={"source": REVIEWS | {"tokenizer": "bert-base-uncased"}, "split": "holdout"}).error
     assert unknown.code == "SH802"
     assert "from_pretrained('bert-base-uncased').save_pretrained" in unknown.fix
+
+
+@pytest.mark.compat("missing labels and texts, lists with gaps", "refused SH304", how="the row is named")
+@pytest.mark.parametrize(
+    ("rows", "source", "row"),
+    [
+        ({"review": ["calm", None], "verdict": ["good", "bad"]}, REVIEWS, 1),
+        ({"review": ["calm", "storm", "sea"], "verdict": ["good", "bad", None]}, REVIEWS, 2),
+        ({"review": ["calm", "storm"], "verdict": [None, 1]}, REVIEWS, 0),
+        ({"x": [[1, 2], [1, None, 2]], "label": [0, 1]}, {"kind": "huggingface"}, 1),
+        ({"x": [[[1, 2]], [[1, None]]], "label": [0, 1]}, {"kind": "huggingface"}, 1),
+        ({"x": [1, None], "label": [0, 1]}, {"kind": "huggingface"}, 1),
+    ],
+)
+def test_missing_values(job_dir, rows, source, row):
+    from datasets import Dataset
+
+    from shoal.errors import ShoalError
+
+    Dataset.from_dict(rows).save_to_disk(job_dir / "gaps")
+    with pytest.raises(ShoalError, match=f"SH304.*row {row}: '") as caught:
+        _opened(source | {"path": "gaps"}, job_dir).take(np.arange(2))
+    assert "on_bad_row" not in caught.value.fix
+
+
+def test_empty_lists_are_padded_and_labels_of_new_data_are_not_read(job_dir):
+    from datasets import Dataset
+
+    rows = {"x": [[], [3, 4]], "label": ["no such class", None]}
+    Dataset.from_dict(rows).save_to_disk(job_dir / "new")
+    source = _opened({"kind": "huggingface", "path": "new"}, job_dir, labelled=False)
+    batch = source.take(np.arange(2))
+    assert batch.target is None
+    assert batch.inputs[0].keys() == {"x"}
+    assert batch.inputs[0]["x"].tolist() == [[0, 0], [3, 4]]
+
+
+def _opened(source, job_dir, **options):
+    from shoal.data.source import open_source
+    from shoal.spec.data import DataConfig
+
+    return open_source(DataConfig.model_validate({"source": source}).source, base_dir=str(job_dir), **options)
 
 
 @pytest.mark.compat("a model without a loss", "refused SH800", how="name a loss")

@@ -86,7 +86,8 @@ def unlabelled_source(job: Job, data: str) -> dict[str, Any]:
         return {**own, "factory": {"name": data}}
     source = run_index.source_override(job, data, "")
     assert source is not None
-    for field in ("target", "target_as", "labels"):
+    dropped = ("target", "target_as") if source["kind"] == "huggingface" else ("target", "target_as", "labels")
+    for field in dropped:
         source.pop(field, None)
     return {**source, "target": None} if source["kind"] == "npz" else source
 

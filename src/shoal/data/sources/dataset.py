@@ -34,7 +34,7 @@ def open_python(spec: PythonSourceConfig, options: SourceOptions) -> DataSource:
     collate = bind_collate(spec.collate, base_dir=options.base_dir)
     if type(dataset).__module__ == HUGGING_FACE_MODULE:
         own = None if collate is None else functools.partial(make_batch, collate=collate)
-        return HuggingFaceSource(dataset, options.classes, make_batch=own)
+        return HuggingFaceSource(dataset, options.classes, make_batch=own, labelled=options.labelled)
     if type(dataset).__module__ == HUGGING_FACE_STREAM_MODULE:
         collate = collate or collate_rows
     if isinstance(dataset, IterableDataset):
