@@ -245,3 +245,29 @@ def test_predict_texts(run, job_dir, fork_server):
         predict(outcome.paths, data=str(job_dir / "new.csv"), out=out, workers=workers, fork_server=fork_server)
     assert outs[0].read_bytes() == outs[1].read_bytes()
     assert set(parquet.read_table(outs[0]).column("prediction").to_pylist()) <= {"good", "bad"}
+
+
+@pytest.mark.compat("ONNX of a model of transformers", "works", how="`shoal export RUN --format onnx`: its logits")
+@pytest.mark.parametrize("job", [BERT, GPT], ids=["bert", "gpt"])
+def test_an_exported_model_computes_the_same(run, job_dir, job):
+    import onnxruntime
+    import torch
+
+    import shoal
+    from shoal.storage.export import export
+
+    outcome = run(job | {"steps": 2, "evaluate": {"every_steps": 2}})
+    export(outcome.paths, "onnx", job_dir / "model.onnx")
+    session = onnxruntime.InferenceSession(str(job_dir / "model.onnx"))
+    generator = torch.Generator().manual_seed(1)
+    shape = session.get_inputs()[0].shape
+    size = [4, shape[1] if isinstance(shape[1], int) else 9]
+    made = {"input_ids": torch.randint(5, 100, size, generator=generator), "attention_mask": torch.ones(size).long()}
+    made["token_type_ids"] = torch.zeros(size).long()
+    given = {name: value for name, value in made.items() if job is BERT or name != "token_type_ids"}
+    with torch.no_grad():
+        wanted = shoal.load(outcome.paths.root)(**given).logits
+    names = [one.name for one in session.get_inputs()]
+    feed = dict(zip(names, [value.numpy() for value in given.values()], strict=True))
+    (found,) = session.run(None, feed)
+    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-3, atol=1e-4)

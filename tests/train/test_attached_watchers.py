@@ -153,6 +153,15 @@ def test_a_watcher_refuses_a_run_that_is_too_short(tmp_path, made):
         made(str(tmp_path)).attach(AttachedWorker(nn.Linear(1, 1), [one], torch.device("cpu"), str(tmp_path), 5))
 
 
+def test_ready_watchers_on_two_workers_change_no_bit(run):
+    profiler = {"name": "profiler", "args": {"first": 2, "steps": 2}}
+    plain, seen = run(SHORT), run(SHORT, workers=2, watchers=["tensorboard", "csv", profiler])
+    assert seen.status == "finished", seen.error
+    assert seen.receipt.weights_sha256 == plain.receipt.weights_sha256
+    assert sum(row[1:2] == ["train/loss"] for row in _curves(seen)) == 6
+    assert len(list((seen.paths.root / "profiler").glob("trace-*.json"))) == 2
+
+
 @pytest.mark.compat_row("a trace of torch's profiler for Perfetto", "works", how="`watchers: [profiler]`")
 def test_a_trace_for_perfetto(run):
     outcome = run(SHORT, watchers=[{"name": "profiler", "args": {"first": 2, "steps": 2}}])

@@ -78,7 +78,7 @@ GAN = {
 def test_a_check_makes_a_step_with_all_its_phases(ask):
     answer = ask("check", changes=GAN)
     assert answer["loss"] == ask("check", changes=GAN)["loss"]
-    assert "generator.1.running_mean" in answer["moving_buffers"]
+    assert "generator.main.1.running_mean" in answer["moving_buffers"]
     assert answer["optimizer_bytes"] > 2 * answer["weights_bytes"] * 0.9  # Adam, of both networks
 
 
