@@ -194,7 +194,7 @@ class HuggingFaceSource(DataSource):
         if getattr(self._dataset.features[self._labels], "dtype", "") not in ("string", "large_string"):
             return None
         if classes is None:
-            _check_values(self._dataset[self._labels][:], self._labels, range(len(self)))
+            _check_values(self._dataset[self._labels][:], str(self._labels), range(len(self)))
         return classes or tuple(sorted(self._dataset.unique(self._labels)))
 
     def own_columns(self) -> list[str]:
