@@ -123,10 +123,18 @@ def test_a_port_has_the_same_bits_through_a_kill_and_a_resume(name, run, resume,
 
 def test_a_ported_script_has_the_same_bits_through_a_kill_and_a_resume(run, resume, job_dir, monkeypatch):
     shutil.copytree(PORTS, job_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    asked = []
     monkeypatch.syspath_prepend(str(job_dir))
-    monkeypatch.setattr(shoal, "run", lambda job, runs: asked.append(job) or (_ for _ in ()).throw(StopIteration))
-    with pytest.raises(StopIteration):
+    monkeypatch.setattr(shoal, "run", _ask)
+    with pytest.raises(Asked) as asked:
         __import__("ported_accelerate").main()
-    job = {name: value for name, value in asked[0].dump().items() if name not in ("base_dir", "workers")}
+    made = asked.value.args[0]
+    job = {name: value for name, value in made.dump().items() if name not in ("base_dir", "workers")}
     assert_same_bits(run, resume, job, job_dir)
+
+
+class Asked(Exception):
+    """What a script asks Shoal to run."""
+
+
+def _ask(job, runs):
+    raise Asked(job)
