@@ -17,8 +17,11 @@ RESULT = re.compile(r"works|refused SH\d{3}")
 HEAD = """# What works with other libraries
 
 Written by `make test-compat` from the tests that passed, with the versions that `constraints.txt` names. "Works" means,
-where the row is about training: the same SHA-256 of the weights on 1 and 2 workers. Models with their own loss are also
-compared under a kill and after a resume. "Refused" names the [error](errors.md).
+where the row is about training: the same SHA-256 of weights and state, and the same metrics, on 1 worker, on 2 of which
+one is killed in the middle, and after a run that ended half-way is resumed on another number of workers.
+Watchers change no bit of the weights, on 1 or 2 workers. Predictions are the same bytes on any number of processes, and
+exported models compute what the run's model computes. Ports of scripts are also compared with the originals. "Refused"
+names the [error](errors.md).
 """
 
 

@@ -1,5 +1,8 @@
 """Hugging Face: models, tokenizers and datasets."""
 
+import json
+
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.compat
@@ -108,6 +111,48 @@ def test_what_the_source_refuses(run, job_dir):
     assert "from_pretrained('bert-base-uncased').save_pretrained" in unknown.fix
 
 
+@pytest.mark.compat("missing labels and texts, lists with gaps", "refused SH304", how="the row is named")
+@pytest.mark.parametrize(
+    ("rows", "source", "row"),
+    [
+        ({"review": ["calm", None], "verdict": ["good", "bad"]}, REVIEWS, 1),
+        ({"review": ["calm", "storm", "sea"], "verdict": ["good", "bad", None]}, REVIEWS, 2),
+        ({"review": ["calm", "storm"], "verdict": [None, 1]}, REVIEWS, 0),
+        ({"x": [[1, 2], [1, None, 2]], "label": [0, 1]}, {"kind": "huggingface"}, 1),
+        ({"x": [[[1, 2]], [[1, None]]], "label": [0, 1]}, {"kind": "huggingface"}, 1),
+        ({"x": [1, None], "label": [0, 1]}, {"kind": "huggingface"}, 1),
+    ],
+)
+def test_missing_values(job_dir, rows, source, row):
+    from datasets import Dataset
+
+    from shoal.errors import ShoalError
+
+    Dataset.from_dict(rows).save_to_disk(job_dir / "gaps")
+    with pytest.raises(ShoalError, match=f"SH304.*row {row}: '") as caught:
+        _opened(source | {"path": "gaps"}, job_dir).take(np.arange(2))
+    assert "on_bad_row" not in caught.value.fix
+
+
+def test_empty_lists_are_padded_and_labels_of_new_data_are_not_read(job_dir):
+    from datasets import Dataset
+
+    rows = {"x": [[], [3, 4]], "label": ["no such class", None]}
+    Dataset.from_dict(rows).save_to_disk(job_dir / "new")
+    source = _opened({"kind": "huggingface", "path": "new"}, job_dir, labelled=False)
+    batch = source.take(np.arange(2))
+    assert batch.target is None
+    assert batch.inputs[0].keys() == {"x"}
+    assert batch.inputs[0]["x"].tolist() == [[0, 0], [3, 4]]
+
+
+def _opened(source, job_dir, **options):
+    from shoal.data.source import open_source
+    from shoal.spec.data import DataConfig
+
+    return open_source(DataConfig.model_validate({"source": source}).source, base_dir=str(job_dir), **options)
+
+
 @pytest.mark.compat("a model without a loss", "refused SH800", how="name a loss")
 def test_a_model_without_a_loss(run):
     outcome = run(BERT, model="hf.py:encoder")
@@ -202,3 +247,29 @@ def test_predict_texts(run, job_dir, fork_server):
         predict(outcome.paths, data=str(job_dir / "new.csv"), out=out, workers=workers, fork_server=fork_server)
     assert outs[0].read_bytes() == outs[1].read_bytes()
     assert set(parquet.read_table(outs[0]).column("prediction").to_pylist()) <= {"good", "bad"}
+
+
+@pytest.mark.compat("ONNX of a model of transformers", "works", how="`shoal export RUN --format onnx`: its logits")
+@pytest.mark.parametrize("job", [BERT, GPT], ids=["bert", "gpt"])
+def test_an_exported_model_computes_the_same(run, job_dir, job):
+    import onnxruntime
+    import torch
+
+    import shoal
+    from shoal.storage.export import export
+
+    outcome = run(job | {"steps": 2, "evaluate": {"every_steps": 2}})
+    export(outcome.paths, "onnx", job_dir / "model.onnx")
+    session = onnxruntime.InferenceSession(str(job_dir / "model.onnx"))
+    generator = torch.Generator().manual_seed(1)
+    named = json.loads((outcome.paths.model / "model.json").read_text())["example"][0]["named"]
+    size = [4, named["input_ids"]["shape"][1]]
+    made = {"input_ids": torch.randint(5, 100, size, generator=generator), "attention_mask": torch.ones(size).long()}
+    made["token_type_ids"] = torch.zeros(size).long()
+    given = {name: made[name] for name in named if name != "labels"}
+    with torch.no_grad():
+        wanted = shoal.load(outcome.paths.root)(**given).logits
+    inputs = [one.name for one in session.get_inputs()]
+    feed = dict(zip(inputs, (value.numpy() for value in given.values()), strict=True))
+    (found,) = session.run(None, feed)
+    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-3, atol=1e-4)

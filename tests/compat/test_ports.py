@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import shoal
+from tests.compat.same_bits import assert_same_bits
 
 pytestmark = pytest.mark.compat
 PORTS = Path(__file__).parents[2] / "examples" / "ports"
@@ -110,3 +112,29 @@ def test_trainer(program, ports, first_weights):
         shoal_run(program, "trainer.yaml", workers)
     original = load_file(ports / "trained" / "model.safetensors")
     assert_same_training(original, trained_by_port(ports), first_weights("reviews", "bert"))
+
+
+@pytest.mark.parametrize("name", ["ddp", "lightning", "trainer"])
+def test_a_port_has_the_same_bits_through_a_kill_and_a_resume(name, run, resume, job_dir):
+    shutil.copytree(PORTS, job_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    job = yaml.safe_load((job_dir / f"{name}.yaml").read_text())
+    assert_same_bits(run, resume, job, job_dir)
+
+
+def test_a_ported_script_has_the_same_bits_through_a_kill_and_a_resume(run, resume, job_dir, monkeypatch):
+    shutil.copytree(PORTS, job_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.syspath_prepend(str(job_dir))
+    monkeypatch.setattr(shoal, "run", _ask)
+    with pytest.raises(Asked) as asked:
+        __import__("ported_accelerate").main()
+    made = asked.value.args[0]
+    job = {name: value for name, value in made.dump().items() if name not in ("base_dir", "workers")}
+    assert_same_bits(run, resume, job, job_dir)
+
+
+class Asked(Exception):
+    """What a script asks Shoal to run."""
+
+
+def _ask(job, runs):
+    raise Asked(job)

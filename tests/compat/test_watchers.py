@@ -25,6 +25,15 @@ def test_wandb(run):
     assert measured[-1]["validation/accuracy"] == outcome.receipt.metrics["accuracy"]
 
 
+def test_wandb_on_two_workers_changes_no_bit(run):
+    plain, seen = run(SHORT), run(SHORT, workers=2, watchers=["wandb"])
+    assert seen.status == "finished", seen.error
+    assert seen.receipt.weights_sha256 == plain.receipt.weights_sha256
+    (file,) = (seen.paths.root / "wandb").rglob("*.wandb")
+    steps = [row["step"] for row in _logged_by_wandb(file.read_bytes()) if "train/loss" in row]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
 def _logged_by_wandb(content):
     """The rows in the file of an offline run: messages in the format of LevelDB's log, after a head of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record

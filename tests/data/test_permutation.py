@@ -113,6 +113,31 @@ def test_one_window_of_all_blocks_mixes_them():
     assert len(np.unique(places[:100] // 100)) > 5
 
 
+def test_a_window_of_eight_blocks_mixes_as_a_reader_that_shuffles_eight_groups():
+    """Rows that are neighbours in storage come as far apart, and a batch has rows of as many groups."""
+    groups, rows, keys = 64, 50, range(12)
+    edges = np.arange(0, groups * rows + 1, rows)
+
+    def shuffled_by_a_reader(key):
+        rng = np.random.default_rng(key)
+        order = rng.permutation(groups).reshape(-1, 8)
+        taken = [(window[:, None] * rows + np.arange(rows)).ravel() for window in order]
+        return np.concatenate([rng.permutation(ids) for ids in taken])
+
+    def mixing(order):
+        place = np.argsort(order)
+        apart = np.abs(place[1:] - place[:-1])[(np.arange(1, len(order)) % rows) != 0]
+        batches = (order // rows).reshape(-1, 32)
+        return apart.mean(), np.mean([len(np.unique(batch)) for batch in batches])
+
+    places = np.arange(groups * rows)
+    own = np.mean([mixing(BlockShuffle(edges, open_blocks=8, key=key)(places)) for key in keys], axis=0)
+    reader = np.mean([mixing(shuffled_by_a_reader(key)) for key in keys], axis=0)
+    np.testing.assert_allclose(own, reader, rtol=0.02)
+    fewer = np.mean([mixing(BlockShuffle(edges, open_blocks=4, key=key)(places)) for key in keys], axis=0)
+    assert (fewer < 0.7 * reader).all()
+
+
 def test_draws_are_with_replacement_and_even():
     drawn = random_ids(10, 10_000, key=1)
     assert np.bincount(drawn, minlength=10).min() > 880

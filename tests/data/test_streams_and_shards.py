@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.data.samplers import make_sampler
+from shoal.errors import ShoalError
 from shoal.spec.data import BalancedSamplerConfig, RandomSamplerConfig, WeightedSamplerConfig
 from tests.data.source_helpers import open_failure, open_spec
 
@@ -77,16 +78,12 @@ def test_a_stream_that_fails_names_its_sample_and_its_line(opened):
 
 
 def open_failure_of(source, sample=150):
-    from shoal.errors import ShoalError
-
     with pytest.raises(ShoalError) as caught:
         source.take(np.array([sample]))
     return caught.value
 
 
 def test_a_stream_is_not_drawn_by_weight(opened):
-    from shoal.errors import ShoalError
-
     with pytest.raises(ShoalError) as caught:
         sampler_of(opened("Numbers"), WeightedSamplerConfig(kind="weighted"))
     assert caught.value.code == "SH355"
@@ -111,6 +108,20 @@ def test_a_collate_function_that_fails_names_its_line(tmp_path, opened):
     assert problem.code == "SH830"
     assert "no such fill" in str(problem)
     assert "user_data.py" in str(problem)
+
+
+def test_a_collate_function_that_drops_samples_is_refused(opened):
+    source = opened("Sequences", collate="user_data.py:drop_short")
+    with pytest.raises(ShoalError) as caught:
+        source.take(np.arange(40))
+    assert caught.value.code == "SH830"
+    assert "drops samples" in caught.value.message
+
+
+@pytest.mark.parametrize("collate", ["join", "time_first", "pairs"])
+def test_targets_of_other_shapes_are_no_dropped_samples(opened, collate):
+    batch = opened("Sequences", collate=f"user_data.py:{collate}").take(np.arange(40))
+    assert batch.size == 40
 
 
 # ---- tar shards ----

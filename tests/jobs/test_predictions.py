@@ -9,17 +9,23 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as parquet
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import shoal
 from shoal.errors import ShoalError
+from shoal.jobs.predictions import _write as _write_file
 from shoal.jobs.predictions import predict, unlabelled_source
 from shoal.spec.load import make_job
 from shoal.storage.export import export
+from shoal.tasks.own_loss import OwnLossTask
+from shoal.tasks.task import PlainTask, Task
+from shoal.train.predict import prediction_columns
 from tests.conftest import MLP
 from tests.fixtures import user_data
 from tests.jobs.past_run import call_verb
@@ -100,6 +106,69 @@ def test_what_is_refused(trained, job_dir, fork_server, data, out, code):
     assert not (job_dir / out).exists()
 
 
+def test_a_bad_row_is_an_error_also_where_the_job_skips_some(run, job_dir, fork_server):
+    _write(job_dir / "train.csv", "a,b,c,kind", [(i, 2, 3, "eel" if i % 2 else "cod") for i in range(40)])
+    outcome = run(LETTERS, data=LETTERS["data"] | {"on_bad_row": "skip"})
+    assert outcome.status == "finished", outcome.error
+    _write(job_dir / "new.csv", "a,b,c", [(1, 2, 3), (1, "", 3)])
+    with pytest.raises(ShoalError) as refused:
+        predict(outcome.paths, data=str(job_dir / "new.csv"), out=job_dir / "out.csv", fork_server=fork_server)
+    assert refused.value.code in ("SH304", "SH305")
+    assert refused.value.fix.startswith("Mend or remove the row.")
+
+
+@pytest.mark.parametrize("longest", [2, 4])
+def test_lists_of_different_lengths_are_no_csv(tmp_path, longest):
+    """Sequences are padded batch by batch, so the lists of one batch may be longer than those of the next."""
+    numbers = [pa.array([[1.0] * 3] * 2), pa.array([[1.0] * longest] * 2)]
+    batches = [pa.record_batch({"row": pa.array([0, 1]), "prediction": column}) for column in numbers]
+    with pytest.raises(ShoalError, match=r"SH609.*Use \.parquet"):
+        _write_file(iter(batches), tmp_path / "out.csv")
+    assert not list(tmp_path.iterdir())
+
+
+class OfClasses(Task):
+    predicts_classes = True
+
+
+class Chance(Task):
+    logits = False
+
+
+def _plain(loss):
+    return PlainTask(nn.Linear(3, 1), loss)
+
+
+@pytest.mark.parametrize(
+    ("task", "output", "prediction"),
+    [
+        (_plain(nn.BCEWithLogitsLoss()), [[2.0], [-2.0]], ["eel", "cod"]),
+        (_plain(nn.BCELoss()), [[0.88], [0.12]], ["eel", "cod"]),
+        (Chance(), [0.88, 0.12], ["eel", "cod"]),
+        (_plain(nn.CrossEntropyLoss()), [[0.0, 2.0], [0.0, -2.0]], ["eel", "cod"]),
+        (_plain(nn.NLLLoss()), [[-2.12693, -0.12693], [-0.12693, -2.12693]], ["eel", "cod"]),
+        (OfClasses(), [[0.0, 2.0], [0.0, -2.0]], ["eel", "cod"]),
+        (_plain(nn.MSELoss()), [[0.5], [0.25]], [0.5, 0.25]),
+        (OwnLossTask(nn.Linear(3, 1), lambda example: {}), [[0.5], [0.25]], [0.5, 0.25]),
+    ],
+)
+def test_each_way_to_write_a_loss_predicts_the_same(task, output, prediction):
+    columns = prediction_columns(torch.tensor(output), 2, task, ["cod", "eel"])
+    assert columns["prediction"].to_pylist() == prediction
+    for chance in columns.keys() & {"probability", "probabilities"}:
+        found = torch.tensor(columns[chance].to_pylist())
+        torch.testing.assert_close(found.reshape(2, -1)[:, -1], torch.tensor([0.88, 0.12]), atol=1e-3, rtol=0)
+
+
+def test_the_dataset_of_the_job_keeps_its_arguments(job_dir):
+    source = {"kind": "python", "factory": {"name": "user_data.py:Numbers", "args": {"count": 30}}, "window": 8}
+    job = make_job(LETTERS | {"data": {"source": source | {"length": 30}, "split": "holdout"}}, base_dir=job_dir)
+    again = unlabelled_source(job, "user_data.py:Numbers")
+    assert (again["factory"]["args"], again["length"], again["window"]) == ({"count": 30}, 30, 8)
+    other = unlabelled_source(job, "user_data.py:Sequences")
+    assert (other["factory"], other.get("length"), other["window"]) == ({"name": "user_data.py:Sequences"}, None, 8)
+
+
 def test_sources_lose_their_target(job_dir):
     arrays = {"kind": "npz", "path": "a.npz", "inputs": "x", "target": "y"}
     np.savez(job_dir / "a.npz", x=np.zeros((4, 3)), y=np.zeros(4))
@@ -129,6 +198,27 @@ def test_new_rows_are_encoded_as_those_of_the_training(run, job_dir, fork_server
         encoded = torch.tensor([[2, 0, 1], [mean, 0, 0], [50, 1, 0]])
         wanted = shoal.load(outcome.paths.root)(encoded).softmax(1)
     torch.testing.assert_close(torch.tensor(parquet.read_table(outs[0])["probabilities"].to_pylist()), wanted)
+
+
+@pytest.mark.long
+def test_a_run_without_a_model_yet_reads_new_rows_as_its_training_data(run, job_dir, fork_server):
+    """The new table has one city and one number: what is fitted to it is not what the checkpoint was trained with."""
+    rng = np.random.default_rng(1)
+    cities = ["Bergen", "Oslo", "Rome"]
+    rows = [(i, cities[i % 3], "eel" if rng.random() < 0.5 else "cod") for i in range(60)]
+    _write(job_dir / "train.csv", "a,city,kind", rows)
+    source = LETTERS["data"]["source"] | {"encode": {"city": "onehot", "a": "standard"}}
+    model = {"name": "models.py:mlp", "args": {"inputs": 4, "classes": 2}}
+    data = {"source": source, "split": "holdout"}
+    outcome = run(LETTERS, model=model, data=data, checkpoint={"every": "6 steps"})
+    assert outcome.status == "finished", outcome.error
+    _write(job_dir / "new.csv", "a,city", [(7, city) for city in ("Rome", "Rome", "Oslo", "Bergen")])
+    outs = [job_dir / f"{number}.parquet" for number in range(2)]
+    predict(outcome.paths, data=str(job_dir / "new.csv"), out=outs[0], fork_server=fork_server)
+    shutil.move(outcome.paths.model, job_dir / "away")
+    predict(outcome.paths, data=str(job_dir / "new.csv"), out=outs[1], workers=2, fork_server=fork_server)
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    assert set(parquet.read_table(outs[1])["prediction"].to_pylist()) <= {"cod", "eel"}
 
 
 @pytest.mark.compat_row("predictions of unlabelled data", "works", how="`shoal predict RUN --data new.csv --workers 2`")

@@ -79,17 +79,22 @@ def test_a_gan_of_one_lane_has_the_bits_of_pytorchs_own_loop():
     torch.manual_seed(0)
     model = Gan()
     optimizers = Dcgan().optimizers(model)
+    netG, netD, criterion = model.generator, model.discriminator, nn.BCELoss()
     rng = LaneRng(CPU)
     for step in range(3):
         rng.seed_all(3, seeds.LANE, step, 0)
-        noise = torch.randn(6, 8, 1, 1)
-        model.discriminator.zero_grad()
-        fake = model.generator(noise)
-        real_loss = F.binary_cross_entropy_with_logits(model(batch.inputs[0]), torch.ones(6))
-        (real_loss + F.binary_cross_entropy_with_logits(model(fake.detach()), torch.zeros(6))).backward()
+        # (1) Update D network: maximize log(D(x)) + log(1 - D(G(z)))
+        netD.zero_grad()
+        label = torch.full((6,), 1.0)
+        criterion(netD(batch.inputs[0]), label).backward()
+        fake = netG(torch.randn(6, 8, 1, 1))
+        label.fill_(0.0)
+        criterion(netD(fake.detach()), label).backward()
         optimizers["discriminator"].step()
-        model.generator.zero_grad()
-        F.binary_cross_entropy_with_logits(model(fake), torch.ones(6)).backward()
+        # (2) Update G network: maximize log(D(G(z)))
+        netG.zero_grad()
+        label.fill_(1.0)
+        criterion(netD(fake), label).backward()
         optimizers["generator"].step()
         replica.begin_step()
         replica.take_step(step, Lanes(batch, 1))
@@ -155,8 +160,8 @@ def test_a_phase_may_be_skipped():
     replica.begin_step()
     replica.take_step(0, Lanes(images(8), 2))
     after = replica.model.state_dict()
-    assert torch.equal(after["generator.0.weight"], before["generator.0.weight"])
-    assert not torch.equal(after["discriminator.0.weight"], before["discriminator.0.weight"])
+    assert torch.equal(after["generator.main.0.weight"], before["generator.main.0.weight"])
+    assert not torch.equal(after["discriminator.main.0.weight"], before["discriminator.main.0.weight"])
 
 
 def mlp():
@@ -237,6 +242,35 @@ def test_an_average_begins_at_its_step():
     trained(replica, 3, digits(20))
     assert replica.has_evaluation_weights
     assert torch.equal(replica.average.values["0.weight"], model[0].weight)
+
+
+def test_an_average_leaves_out_what_is_frozen():
+    """Also one of a checkpoint that has it."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    replica = Replica(model, torch.optim.SGD(model[2].parameters(), lr=0.1), cross_entropy, seed=1)
+    replica.average = average = WeightAverage(model, kind="ema", decay=0.9, start=0, every=1)
+    trained(replica, 2, digits(20))
+    assert set(average.values) == {"2.weight", "2.bias"}
+    average.load_state({"count": 2, "values": average.values | {"0.weight": model[0].weight.detach()}})
+    assert set(average.values) == {"2.weight", "2.bias"}
+    before = model[2].weight.detach().clone()
+    with replica.evaluation_weights():
+        assert torch.equal(model[2].weight, average.values["2.weight"])
+    assert torch.equal(model[2].weight, before)
+
+
+def test_an_average_is_loaded_to_the_device_of_its_model():
+    model = mlp()
+    average = WeightAverage(model, kind="ema", decay=0.9, start=0, every=1)
+    average.update(0)
+    state = average.state()
+    other = WeightAverage(mlp().to("meta"), kind="ema", decay=0.9, start=0, every=1)
+    other.load_state(state)
+    other.update(1)  # both are on one device
+    assert {value.device.type for value in other.values.values()} == {"meta"}
+    average.load_state(state)
+    assert average.values["0.weight"].data_ptr() != state["values"]["0.weight"].data_ptr()
 
 
 class Modes(torch.optim.SGD):

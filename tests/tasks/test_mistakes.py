@@ -245,6 +245,24 @@ def found(pattern, text):
     return pattern in text or re.search(pattern, text)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "classes", "said"),
+    [
+        (1, 3, 3, "label - 1."),
+        (-1, 1, 2, "(label + 1) // 2 for -1 and 1; if -1 marks what has no label, name it: ignore_index."),
+        (-1, 2, 3, "if -1 marks what has no label, name it: ignore_index."),
+        (3, 5, 3, "its place among all classes. Or give the model 6 outputs."),
+    ],
+)
+def test_labels_are_numbered_by_what_a_batch_can_show(low, high, classes, said):
+    """A batch whose classes begin with 3 does not show whether there are classes 1 and 2."""
+    output = TensorFacts("float32", (8, classes))
+    target = TensorFacts("int64", (8,), low=low, high=high, is_whole=True)
+    mistake = recognise(BatchFacts("CrossEntropyLoss", output=output, target=target, classes=classes))
+    assert mistake is not None
+    assert (mistake.code, mistake.fix.endswith(said)) == ("SH712", True), mistake.fix
+
+
 @pytest.mark.parametrize("name", NOTES)
 def test_what_trains_badly_is_noted(name, ask, job_dir):
     fields, code, where, message = NOTES[name]

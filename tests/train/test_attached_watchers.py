@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.errors import ShoalError
 from shoal.events import Event
-from shoal.train.ready_watchers import LearningRateFinder
+from shoal.train.ready_watchers import CsvCurves, LearningRateFinder, TorchProfiler
 from shoal.train.watched import AttachedWorker
 from tests.conftest import MLP
 from tests.jobs.fault_injection import fault_script
@@ -72,6 +73,16 @@ def test_tensorboard(run):
     assert (last.step, last.value) == (6, pytest.approx(outcome.receipt.metrics["accuracy"]))
 
 
+@pytest.mark.parametrize("left", ["", "step,na", "step,name,value\r\n1,train/loss,0.5\r\n1,train/l"])
+def test_curves_go_on_after_a_row_that_was_not_finished(tmp_path, left):
+    """A kill came between opening the file and writing the row."""
+    (tmp_path / "curves.csv").write_bytes(left.encode())
+    CsvCurves(str(tmp_path)).watch(Event("step", step=2, fields={"loss": 0.25, "lr": 0.1}))
+    rows = (tmp_path / "curves.csv").read_text().splitlines()
+    before = ["1,train/loss,0.5"] if "0.5" in left else []
+    assert rows == ["step,name,value", *before, "2,train/loss,0.25", "2,train/lr,0.1"]
+
+
 def test_curves_through_a_kill_and_a_resume_have_every_row_once(run, resume, job_dir):
     """A worker that is killed, or a run that is resumed, computes steps again that are written already."""
     job = SHORT | {"steps": 10, "evaluate": {"every_steps": 5}}
@@ -105,6 +116,50 @@ def test_the_learning_rate_finder_names_a_rate_on_any_number_of_workers(run, job
     assert len(rates) == 30
     assert rates == sorted(rates)
     assert rates[0] == 1e-4
+
+
+def test_the_learning_rate_finder_answers_when_the_loss_is_no_number(run, job_dir):
+    """What it looks for would otherwise end the run."""
+    (job_dir / "diverging.py").write_text(
+        "import torch\n"
+        "from torch.nn import functional\n"
+        "def loss(output, target):\n"
+        "    found = functional.cross_entropy(output, target)\n"
+        "    return found if output.abs().max() < 20 else found * torch.inf\n"
+    )
+    finder = {"name": "lr_finder", "args": {"low": 1e-3, "high": 1e6, "steps": 30}}
+    job = SHORT | {"loss": "diverging.py:loss", "steps": 40, "evaluate": {"every_steps": 40}}
+    one, two = (run(job, watchers=[finder], workers=workers) for workers in (1, 2))
+    assert one.status == "finished", one.error
+    assert "falls fastest at a learning rate of" in one.receipt.stopped
+    assert one.receipt.stopped == two.receipt.stopped
+    with (one.paths.root / "lr_finder" / "lr_finder.csv").open() as file:
+        losses = [row["loss"] for row in csv.DictReader(file)]
+    assert losses[-1] == "inf"
+    assert run(job, optimizer={"name": "SGD", "args": {"lr": 1e6}}).error.code == "SH403"
+
+
+def test_the_learning_rate_finder_suggests_without_a_slope(tmp_path):
+    finder = LearningRateFinder(str(tmp_path), low=1e-3, high=1.0, steps=4)
+    assert finder.suggestion() == 1e-3
+    finder.load_state({"points": [[1e-3, 1.0], [1e-2, float("nan")]]})
+    assert finder.suggestion() == 1e-3
+
+
+@pytest.mark.parametrize("made", [LearningRateFinder, TorchProfiler])
+def test_a_watcher_refuses_a_run_that_is_too_short(tmp_path, made):
+    one = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ShoalError, match=r"SH107.*and the run has 5"):
+        made(str(tmp_path)).attach(AttachedWorker(nn.Linear(1, 1), [one], torch.device("cpu"), str(tmp_path), 5))
+
+
+def test_ready_watchers_on_two_workers_change_no_bit(run):
+    profiler = {"name": "profiler", "args": {"first": 2, "steps": 2}}
+    plain, seen = run(SHORT), run(SHORT, workers=2, watchers=["tensorboard", "csv", profiler])
+    assert seen.status == "finished", seen.error
+    assert seen.receipt.weights_sha256 == plain.receipt.weights_sha256
+    assert sum(row[1:2] == ["train/loss"] for row in _curves(seen)) == 6
+    assert len(list((seen.paths.root / "profiler").glob("trace-*.json"))) == 2
 
 
 @pytest.mark.compat_row("a trace of torch's profiler for Perfetto", "works", how="`watchers: [profiler]`")
@@ -160,6 +215,6 @@ def test_on_two_workers_watchers_see_each_lane_once_and_the_same_weights(run, jo
 def test_the_learning_rate_finder_sets_the_rate_of_every_optimizer(tmp_path):
     made = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr) for lr in (0.5, 0.7)]
     finder = LearningRateFinder(str(tmp_path), low=1e-3, high=1.0, steps=4)
-    finder.attach(AttachedWorker(nn.Linear(1, 1), made, torch.device("cpu"), str(tmp_path)))
+    finder.attach(AttachedWorker(nn.Linear(1, 1), made, torch.device("cpu"), str(tmp_path), 4))
     finder.watch(Event("before_step", step=3))
     assert [one.param_groups[0]["lr"] for one in made] == pytest.approx([1.0, 1.0])

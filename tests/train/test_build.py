@@ -89,6 +89,12 @@ def test_facts_are_reported(make):
     assert built.example.size == built.sampler.ids(0, 0).size
 
 
+def test_an_average_that_never_begins_is_refused(make):
+    make(average={"kind": "swa", "start": 60})
+    with pytest.raises(ShoalError, match=r"SH107.*step 61.*has 60 steps"):
+        make(average={"kind": "swa", "start": 61})
+
+
 def test_a_sharded_model_is_not_counted_before_it_is_cut(make):
     _, reports = make(shard={"kind": "fsdp", "size": 2}, workers=2)
     assert "parameters" not in reports.of("built")[0]

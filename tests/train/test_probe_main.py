@@ -78,7 +78,7 @@ GAN = {
 def test_a_check_makes_a_step_with_all_its_phases(ask):
     answer = ask("check", changes=GAN)
     assert answer["loss"] == ask("check", changes=GAN)["loss"]
-    assert "generator.1.running_mean" in answer["moving_buffers"]
+    assert "generator.main.1.running_mean" in answer["moving_buffers"]
     assert answer["optimizer_bytes"] > 2 * answer["weights_bytes"] * 0.9  # Adam, of both networks
 
 
@@ -156,6 +156,14 @@ class Net(nn.Module):
     assert "SparseTable" in caught.value.fix
 
 
+JOINED = {
+    "model": "user_data.py:OfTokens",
+    "metrics": [],
+    "data": {
+        "source": {"kind": "python", "factory": "user_data.py:Sequences", "collate": "user_data.py:join"},
+        "split": "holdout",
+    },
+}
 OWN_TASK = {"model": None, "loss": None, "metrics": []}
 
 
@@ -167,6 +175,8 @@ OWN_TASK = {"model": None, "loss": None, "metrics": []}
         ({"loss": "models.py:classes_loss"}, ["let it return (sum, weight)"]),
         ({"loss": "models.py:classes_loss", "lanes": 1}, []),
         ({"loss": "models.py:LearnedLoss", "lanes": 1}, ["has parameters of its own, which are not trained"]),
+        (JOINED, ["of a batch of 13 samples has another number of rows"]),
+        (JOINED | {"lanes": 1}, []),
         (OWN_TASK | {"task": "models.py:ParamGroupsTask"}, ["let it return (sum, weight)"]),
         (OWN_TASK | {"task": "models.py:TokenTask"}, []),
         (OWN_TASK | {"task": "models.py:TokenTask", "sync": "local"}, ["lanes agree every", "divides by its own"]),

@@ -53,12 +53,11 @@ def predict(
     """Predict every row of `data` and write a Parquet or CSV file, completely or not at all."""
     job = load_run_job(paths.job)
     weights, rows = (find(paths, job, best=best) for find in (run_index.find_weights, run_index.find_checkpoint))
-    info = _model_info(paths)
     arguments = {
         "weights": weights,
         "rows": rows,
         "source": unlabelled_source(job, data),
-        "fitted": {name: info.get(name) for name in ("classes", "encoders", "input_columns")},
+        "fitted": _fitted(paths),
     }
     _check_out(out)
     with ExitStack() as stack:
@@ -75,15 +74,20 @@ def predict(
 
 
 def unlabelled_source(job: Job, data: str) -> dict[str, Any]:
-    """The job's source with other data, without its target. For a `python` source, `data` names another dataset."""
+    """The job's source with other data, without its target. For a `python` source, `data` names another dataset, or the
+    job's own, which then gets the arguments that it has in the job."""
     if not data:
         raise error("SH812", "no data is given", where="--data")
     if job.data.source.kind == "python":
-        kept = job.data.source.model_dump(mode="json", include={"kind", "collate"})
-        return {**kept, "factory": {"name": data}}
+        own = job.data.source.model_dump(mode="json", exclude_none=True)
+        if own["factory"]["name"] == data:
+            return own
+        own.pop("length", None)
+        return {**own, "factory": {"name": data}}
     source = run_index.source_override(job, data, "")
     assert source is not None
-    for field in ("target", "target_as", "labels"):
+    dropped = ("target", "target_as") if source["kind"] == "huggingface" else ("target", "target_as", "labels")
+    for field in dropped:
         source.pop(field, None)
     return {**source, "target": None} if source["kind"] == "npz" else source
 
@@ -109,13 +113,13 @@ def _share_steps(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _model_info(paths: RunPaths) -> dict[str, Any]:
-    """model.json of the run; nothing if it has none yet."""
+def _fitted(paths: RunPaths) -> dict[str, Any] | None:
+    """What model.json says of the training data; None if the run has none yet: then it is fitted again."""
     try:
         found = json.loads((paths.model / "model.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return {name: found[name] for name in ("classes", "encoders", "input_columns")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _check_out(out: Path) -> None:
@@ -174,6 +178,12 @@ def _write_csv(table: pa.Table, target: Path) -> None:
             raise error(
                 "SH609", f"'{name}' has lists of lists, which CSV cannot hold", where="--out", fix="Use .parquet."
             )
-        for number in range(len(column[0])):
+        lengths = pc.unique(pc.list_value_length(column)).to_pylist()
+        if len(lengths) > 1:
+            message = (
+                f"'{name}' has lists of {min(lengths)} to {max(lengths)} numbers, and CSV the same columns in each row"
+            )
+            raise error("SH609", message, where="--out", fix="Use .parquet.")
+        for number in range(lengths[0]):
             columns[f"{name}_{number}"] = pc.list_element(column, number)
     pa_csv.write_csv(pa.table(columns), target)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """The average of a model's parameters and buffers. What is no floating-point number is copied."""
+    """The average of what training changes: parameters that are not frozen, and buffers. What is no floating-point
+    number is copied."""
 
     def __init__(self, model: nn.Module, *, kind: Literal["ema", "swa"], decay: float, start: int, every: int) -> None:
         self._model = model
@@ -31,7 +32,7 @@ class WeightAverage:
             return
         self._count += 1
         weight = 1.0 - self._decay if self._kind == "ema" else 1.0 / self._count
-        for name, value in _tensors(self._model).items():
+        for name, value in _trained(self._model).items():
             if self._count > 1 and value.is_floating_point():
                 self._values[name].lerp_(value, weight)
             else:
@@ -47,7 +48,8 @@ class WeightAverage:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._count = state["count"]
-        self._values = {name: value.clone() for name, value in state["values"].items()}
+        own, values = _trained(self._model), state["values"]
+        self._values = {name: values[name].to(own[name].device, copy=True) for name in values if name in own}
 
 
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
@@ -82,7 +84,14 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """Those that are not frozen."""
+    every = _tensors(model).items()
+    return {name: value for name, value in every if value.requires_grad or not isinstance(value, nn.Parameter)}
+
+
 @torch.no_grad()
 def _assign(model: nn.Module, values: dict[str, Tensor]) -> None:
-    for name, value in _tensors(model).items():
-        value.copy_(values[name])
+    own = _tensors(model)
+    for name, value in values.items():
+        own[name].copy_(value)

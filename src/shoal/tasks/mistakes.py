@@ -170,10 +170,18 @@ def _labels_from_one(facts: BatchFacts) -> Mistake | None:
         return None
     told = f"labels go from {low:g} to {high:g}, and the model has outputs for 0 to {classes - 1}"
     if low < 0 or (low >= 1 and high - low < classes):
-        fix = f"Number the classes from 0. {_CLASS_FIX} label - {low:g}."
+        fix = f"Number the classes from 0. {_CLASS_FIX} {_numbered_from_zero(low, high)}."
         return Mistake("SH712", f"{facts.call}: {told}", fix, about="target")
     fix = f"Give the last layer at least {high + 1:g} outputs, one for each class{facts.in_config}."
     return Mistake("SH713", f"{facts.call}: {told}", fix, about="output")
+
+
+def _numbered_from_zero(low: float, high: float) -> str:
+    """What a label becomes. One batch does not show which classes there are, unless they begin with 1."""
+    if low < 0:
+        two = "(label + 1) // 2 for -1 and 1; " if (low, high) == (-1, 1) else ""
+        return f"{two or 'its place among all classes; '}if {low:g} marks what has no label, name it: ignore_index"
+    return "label - 1" if low == 1 else f"its place among all classes. Or give the model {high + 1:g} outputs"
 
 
 def _labels_outside_probabilities(facts: BatchFacts) -> Mistake | None:

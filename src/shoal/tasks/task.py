@@ -27,9 +27,11 @@ class Task:
     """
 
     logits: bool | None = None
-    """Whether predictions are logits, which classification metrics need as probabilities. None: decided by values."""
+    """Whether predictions are logits, which classification metrics need as probabilities. None: decided by values. For
+    `shoal predict`, one number for each sample is the answer to yes or no, unless this is None."""
     predicts_classes = False
-    """Whether the last dimension of a prediction (the second one of a PlainTask) are scores of classes."""
+    """Whether the last dimension of a prediction (the second one of a PlainTask) are scores of classes. `shoal predict`
+    then names the class."""
     knows_divisor = False
     """Whether it is known by what `loss` divides, if it returns a mean."""
     has_untrained_parameters = False
@@ -147,7 +149,7 @@ class PlainTask(Task):
         self.predicts_classes = self._class_loss is not None
         self.has_untrained_parameters = losses.has_parameters(loss)
         self.knows_divisor = losses.is_mean_known(loss)
-        self.logits = True if isinstance(loss, _LOSSES_ON_LOGITS) else None
+        self.logits = True if isinstance(loss, _LOSSES_ON_LOGITS) else False if isinstance(loss, nn.BCELoss) else None
 
     def model(self) -> nn.Module:
         return self._model

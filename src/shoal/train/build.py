@@ -24,7 +24,7 @@ from shoal.data.datasets import Datasets, open_datasets
 from shoal.data.fitted import Fitted
 from shoal.data.prefetch import Report, no_report
 from shoal.data.samplers import LaneSampler, make_sampler
-from shoal.errors import error
+from shoal.errors import error, plural
 from shoal.events import EventWriter
 from shoal.fleet.membership import Membership
 from shoal.lanes.replica import Replica
@@ -95,6 +95,7 @@ def build(
     device = choose_device(wanted_device(job))
     data, sampler = open_training_data(job, cache_dir=cache_dir, report=report)
     schedule = schedule_of(job, sampler.steps_per_epoch)
+    _check_average_begins(job, schedule.steps)
     steps, example = schedule.steps, example_batch(data, sampler)
     model = build_model(job, example, device, steps=steps, steps_per_epoch=sampler.steps_per_epoch, report=report)
     _note_late_evaluations(schedule, data, report)
@@ -143,6 +144,12 @@ def schedule_of(job: Job, steps_per_epoch: int) -> TrainSchedule:
         sync_schedule=sync_schedule_of(job),
         keep_best=job.checkpoint.keep_best > 0,
     )
+
+
+def _check_average_begins(job: Job, steps: int) -> None:
+    if job.average is not None and job.average.start > steps:
+        message = f"the average begins at step {job.average.start:,}, and the run has {plural(steps, 'step')}"
+        raise error("SH107", message, where="average.start", fix="Begin earlier, or train longer.")
 
 
 def _note_late_evaluations(schedule: TrainSchedule, data: Datasets, report: Callable[..., object]) -> None:
@@ -238,7 +245,8 @@ def _attached(built: BuiltJob, paths: RunPaths) -> AttachedWorker | None:
     if not isinstance(built.model, WholeJobModel):
         return None
     replica = built.model.replica
-    return AttachedWorker(replica.model, replica.every_optimizer, replica.device, str(paths.root))
+    steps = built.train_schedule.steps
+    return AttachedWorker(replica.model, replica.every_optimizer, replica.device, str(paths.root), steps)
 
 
 def _watched_batches(batches: BatchLoader, watch: WatchLocally) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,33 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch_loader import evaluation_batches
-from shoal.data.datasets import bind_ref
+from shoal.data.datasets import bind_ref, open_datasets
 from shoal.data.fitted import Fitted
 from shoal.data.source import open_source
-from shoal.errors import error
+from shoal.errors import ShoalError, error
 from shoal.events import EventWriter
 from shoal.spec.data import DataConfig
 from shoal.spec.job import Job
+from shoal.spec.run_paths import cache_directory
 from shoal.spec.seeds import EVALUATION
 from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
 from shoal.train.trained_replica import build_trained_replica
 
 
+@contextmanager
+def _no_row_is_skipped() -> Iterator[None]:
+    """Bad rows of new data are an error, whatever the job does with those of its own."""
+    try:
+        yield
+    except ShoalError as failure:
+        if "on_bad_row" not in failure.fix:
+            raise
+        fix = "Mend or remove the row. None is skipped here: predictions have a row for each row."
+        raise error(failure.code, failure.message, where=failure.where, fix=fix) from failure
+
+
+@_no_row_is_skipped()
 @torch.no_grad()
 def write_predictions(
     job: Job,
@@ -33,17 +48,18 @@ def write_predictions(
     weights: str,
     rows: str,
     source: dict[str, Any],
-    fitted: dict[str, Any],
+    fitted: dict[str, Any] | None,
     out: str,
     share: tuple[int, int],
 ) -> dict[str, Any]:
     """Predict the chunks `share[0]`, `share[0] + share[1]`, … of the source, a record batch for each.
 
-    A chunk has the same samples whoever predicts it, so the number of workers changes no bit.
+    A chunk has the same samples whoever predicts it, so the number of workers changes no bit. Without `fitted`, it is
+    learnt from the training data, as when the run began.
     """
     task, replica = build_trained_replica(job, weights=weights, rows=rows, report=stream.emit)
     replica.model.eval()
-    known = Fitted.of_model(fitted)
+    known = _fit(job) if fitted is None else Fitted.of_model(fitted)
     opened = open_source(
         DataConfig.model_validate({"source": source}).source,
         base_dir=job.base_dir,
@@ -81,9 +97,16 @@ def write_predictions(
     return {"samples": len(opened), "chunks": count, "chunk_size": size}
 
 
+def _fit(job: Job) -> Fitted:
+    data = job.data.model_copy(update={"leaks": "ignore"})
+    return Fitted.of(
+        open_datasets(data, seed=job.seed, base_dir=job.base_dir, cache_dir=cache_directory()).train.source
+    )
+
+
 def prediction_columns(output: Any, size: int, task: Task, classes: Sequence[Any] | None) -> dict[str, pa.Array]:
     """The columns of a batch. Classes: `prediction`, the class itself, and `probabilities`. Yes or no: `prediction` and
-    `probability`. Numbers: `prediction`, a list if there are several for a sample."""
+    `probability`, that of the second class. Numbers: `prediction`, a list if there are several for a sample."""
     if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != size:
         shape = f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
         raise error("SH813", f"the prediction of {size} samples is {shape}", where="predict")
@@ -92,21 +115,25 @@ def prediction_columns(output: Any, size: int, task: Task, classes: Sequence[Any
         scores = scores.squeeze(-1)
     if task.predicts_classes and scores.dim() > 1:
         return _class_columns(scores, task, classes)
-    if task.logits and scores.dim() == 1:
-        chance = scores.double().sigmoid()
-        return {"prediction": pa.array((chance > 0.5).long().numpy()), "probability": _lists(chance.float())}
+    if task.logits is not None and not task.predicts_classes and scores.dim() == 1:
+        chance = scores.double().sigmoid() if task.logits else scores.double()
+        return {"prediction": _named(chance > 0.5, classes, 2), "probability": _lists(chance.float())}
     return {"prediction": _lists(scores)}
 
 
 def _class_columns(scores: Tensor, task: Task, classes: Sequence[Any] | None) -> dict[str, pa.Array]:
+    """Scores and logarithms of probabilities become probabilities; those of `logits = False` are some already."""
     dimension = 1 if scores.dim() == 2 else scores.dim() - 1
-    best = scores.argmax(dimension)
-    chances = scores.double().softmax(dimension).float() if task.logits else scores.double().exp().float()
-    if classes is not None and best.dim() == 1 and len(classes) == scores.shape[dimension]:
-        named = pa.array([classes[number] for number in best.tolist()])
-        return {"prediction": named, "probabilities": _lists(chances)}
-    columns = {"prediction": _lists(best)}
-    return columns | ({"probabilities": _lists(chances)} if best.dim() == 1 else {})
+    chances = scores if task.logits is False else scores.double().softmax(dimension).float()
+    columns = {"prediction": _named(scores.argmax(dimension), classes, scores.shape[dimension])}
+    return columns | ({"probabilities": _lists(chances)} if scores.dim() == 2 else {})
+
+
+def _named(numbers: Tensor, classes: Sequence[Any] | None, count: int) -> pa.Array:
+    """The classes with these numbers; the numbers if the data has no such classes."""
+    if classes is None or len(classes) != count or numbers.dim() > 1:
+        return _lists(numbers.long())
+    return pa.array([classes[number] for number in numbers.long().tolist()])
 
 
 def _lists(values: Tensor) -> pa.Array:

@@ -24,7 +24,7 @@ from shoal.data.fitted import Fitted
 from shoal.data.prefetch import BatchBuilder
 from shoal.data.source import open_source
 from shoal.data.split import split
-from shoal.errors import error
+from shoal.errors import error, plural
 from shoal.events import EventWriter
 from shoal.fleet.process_main import run_reporting_errors
 from shoal.lanes.passes import ComputeLane, MultiPassReplica
@@ -134,7 +134,18 @@ def _loss_notes(built: BuiltJob, *, has_weight: bool) -> list[str]:
             "else (tokens, weights, a mask), let it return (sum, weight), or another number of `lanes` trains another "
             "objective"
         )
+    elif shares_batch and not has_weight and _counts_no_samples(built.example):
+        notes.append(
+            f"the target {list(built.example.target.shape)} of a batch of {plural(built.example.size, 'sample')} has "
+            "another number of rows, and lanes are averaged by their samples: if batches differ in it, let the loss "
+            "return (sum, weight), or name `ignore_index` in the args of CrossEntropyLoss; collate must drop no sample"
+        )
     return notes
+
+
+def _counts_no_samples(batch: Batch) -> bool:
+    """Whether no dimension of the target is the number of samples."""
+    return torch.is_tensor(batch.target) and batch.target.dim() > 0 and batch.size not in batch.target.shape
 
 
 class LonePasses:

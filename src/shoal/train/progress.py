@@ -67,20 +67,29 @@ class Progress:
         samples = self._advance(committed.loss, step)
         self.activity.begin("telling", step)
         self.stats.add_bytes(committed.bytes_sent, committed.bytes_plain)
-        self.stats.record_step(step, loss=self.loss, lr=lr, samples=samples)
+        if not self._ends_with(step, lr=lr, samples=samples):
+            self.stats.record_step(step, loss=self.loss, lr=lr, samples=samples)
 
     def record_streamed_commit(self, loss: Tensor, *, step: int, lr: float) -> None:
         samples = self._advance(loss, step)
-        self.stats.notify_watchers(step, loss=self.loss, lr=lr, samples=samples)
+        if not self._ends_with(step, lr=lr, samples=samples):
+            self.stats.notify_watchers(step, loss=self.loss, lr=lr, samples=samples)
 
     def _advance(self, loss: Tensor, step: int) -> int:
         """Count one commit. Returns its number of samples."""
         samples = sum(map(self._sampler.batch_samples, range(self.step, step)))
         self.step = step
         self.loss = float(loss)
-        if not math.isfinite(self.loss):
-            raise error("SH403", f"the loss is {self.loss} at step {step}", where=self.reporter.stream.who)
         return samples
+
+    def _ends_with(self, step: int, *, lr: float, samples: int) -> bool:
+        """Whether the loss is not finite, and a watcher ends the run for that. SH403 if none does."""
+        if math.isfinite(self.loss):
+            return False
+        self.stats.notify_watchers(step, loss=self.loss, lr=lr, samples=samples)
+        if not self.reporter.stop_reason:
+            raise error("SH403", f"the loss is {self.loss} at step {step}", where=self.reporter.stream.who)
+        return True
 
     def flush(self, lr: float) -> None:
         """Report all steps so far."""

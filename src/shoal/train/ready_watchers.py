@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import io
 import math
 import os
 from collections.abc import Collection
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.files import atomic_replace
-from shoal.errors import error
+from shoal.errors import error, plural
 from shoal.events import Event
 from shoal.train.watched import AttachedWorker
 
@@ -33,6 +34,13 @@ def _library(name: str, extra: str) -> Any:
         raise error("SH207", f"{name} cannot be imported: {failure}", where="watchers", fix=fix) from failure
 
 
+def _check_steps(name: str, needed: int, worker: AttachedWorker, *, fix: str) -> None:
+    """SH107 if the run is over before the watcher has done what it is for."""
+    if needed > worker.steps:
+        message = f"{name} needs {plural(needed, 'step')}, and the run has {worker.steps:,}"
+        raise error("SH107", message, where="watchers", fix=fix)
+
+
 class CsvCurves:
     """`watchers: [csv]`: rows of step, name and value in curves.csv. A resumed run goes on in the same file, where rows
     of steps that it computes again take the place of those that are there."""
@@ -45,25 +53,25 @@ class CsvCurves:
 
     def watch(self, event: Event) -> str | None:
         if found := scalars_of(event):
-            new, step = not self._path.exists(), event.step or 0
-            if not new and self._first in (None, step):
+            step = event.step or 0
+            if self._first in (None, step):
+                self._first = step
                 self._drop(step, found)
-            self._first = step if self._first is None else self._first
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", newline="", encoding="utf-8") as file:
-                rows = csv.writer(file)
-                rows.writerows([("step", "name", "value")] if new else [])
-                rows.writerows((step, name, repr(value)) for name, value in found.items())
+                csv.writer(file).writerows((step, name, repr(value)) for name, value in found.items())
         return None
 
     def _drop(self, step: int, names: Collection[str]) -> None:
-        """Drop what an earlier process wrote of later steps, and of these names at this step."""
-        with self._path.open(newline="", encoding="utf-8") as file:
-            head, *rows = csv.reader(file)
+        """Drop what an earlier process wrote of later steps, and of these names at this step; also the end of a row
+        that it did not finish."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = self._path.read_bytes().decode() if self._path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        rows = list(csv.reader(io.StringIO(whole, newline="")))[1:]
         kept = [row for row in rows if int(row[0]) < step or (int(row[0]) == step and row[1] not in names)]
-        if len(kept) < len(rows):
+        if not whole or len(whole) < len(text) or len(kept) < len(rows):
             with atomic_replace(self._path) as temp, temp.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([head, *kept])
+                csv.writer(file).writerows([("step", "name", "value"), *kept])
 
 
 class MLflow:
@@ -163,6 +171,7 @@ class LearningRateFinder:
         self.points: list[tuple[float, float]] = []
 
     def attach(self, worker: AttachedWorker) -> None:
+        _check_steps("lr_finder", self._steps, worker, fix=f"Write args: {{steps: {worker.steps}}}, or train longer.")
         self._worker = worker
 
     def rate(self, step: int) -> float:
@@ -172,19 +181,23 @@ class LearningRateFinder:
         if event.kind == "before_step" and self._worker is not None:
             for group in [group for one in self._worker.optimizers for group in one.param_groups]:
                 group["lr"] = self.rate(event.step or 0)
+        if event.kind == "finished" and not self._path.exists():  # something else has ended the run
+            self._write()
         if event.kind != "step":
             return None
         self.points.append((self.rate((event.step or 1) - 1), float(event["loss"])))
-        smooth = self.smoothed()
-        if len(self.points) < self._steps and not self._diverged(smooth):
+        if len(self.points) < self._steps and not self._diverged(self.smoothed()):
             return None
-        found = self.suggestion()
+        self._write()
+        return f"lr_finder: the loss falls fastest at a learning rate of {self.suggestion():.2g}"
+
+    def _write(self) -> None:
+        smooth = self.smoothed()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(
                 [("lr", "loss", "smoothed"), *((*p, s) for p, s in zip(self.points, smooth, strict=True))]
             )
-        return f"lr_finder: the loss falls fastest at a learning rate of {found:.2g}"
 
     def smoothed(self) -> list[float]:
         """An exponential average without bias towards the first values."""
@@ -200,7 +213,7 @@ class LearningRateFinder:
         slopes = [
             (after - before, rate) for before, after, (rate, _) in zip(smooth, smooth[1:], self.points, strict=False)
         ]
-        return min(slope for slope in slopes if math.isfinite(slope[0]))[1] if slopes else self._low
+        return min((slope for slope in slopes if math.isfinite(slope[0])), default=(0.0, self._low))[1]
 
     def _diverged(self, smooth: list[float]) -> bool:
         return not math.isfinite(smooth[-1]) or smooth[-1] > self.MARGIN * min(smooth)
@@ -223,6 +236,8 @@ class TorchProfiler:
 
     def attach(self, worker: AttachedWorker) -> None:
         """The events before steps are for attached watchers."""
+        fix = f"Write args: {{first: {max(worker.steps - self._steps, 0)}}}, or train longer."
+        _check_steps("profiler", self._first + 1, worker, fix=fix)
 
     def watch(self, event: Event) -> str | None:
         if event.kind == "before_step" and event.step == self._first and self._profiler is None:

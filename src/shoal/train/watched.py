@@ -31,6 +31,8 @@ class AttachedWorker:
     optimizers: Sequence[torch.optim.Optimizer]
     device: torch.device
     directory: str
+    steps: int
+    """Those of the whole run."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -162,12 +162,22 @@ def test_augmentations_by_name(same_bits):
     same_bits(BASE | {"model": {"name": "models.py:cnn"}, "data": data})
 
 
+@pytest.mark.compat_row("augmentations by name", "works", how="`augment: [RandomHorizontalFlip, ...]`")
+def test_augmentations_of_colours(same_bits):
+    """Hue and saturation are for three channels."""
+    colours = {"saturation": 0.4, "hue": 0.2, "max_value": 16}
+    augment = [{"name": "ColorJitter", "args": colours}, "RandomHorizontalFlip"]
+    data = MLP["data"] | {"augment": augment, "transform": "models.py:as_colours"}
+    same_bits(BASE | {"model": {"name": "models.py:cnn", "args": {"channels": 3}}, "data": data})
+
+
 @pytest.mark.compat_row("augmentations of series, tokens and tables", "works", how="`augment: [Jitter, ...]`")
 @pytest.mark.parametrize("names", [["Jitter", "Scaling", "WindowSlice"], ["GaussianNoise", "SwapNoise"]])
 def test_augmentations_of_rows(same_bits, names):
     same_bits(BASE | {"data": MLP["data"] | {"augment": names}})
 
 
+@pytest.mark.compat_row("augmentations of series, tokens and tables", "works", how="`augment: [Jitter, ...]`")
 def test_augmentations_of_tokens(same_bits):
     from tests.conftest import GPT
 

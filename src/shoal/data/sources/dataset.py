@@ -21,7 +21,7 @@ from shoal.data.sources.huggingface import (
     collate_rows,
 )
 from shoal.data.sources.stream import DEFAULT_WINDOW, StreamSource, stream_length
-from shoal.errors import describe_exception, error
+from shoal.errors import describe_exception, error, plural
 from shoal.spec.base import Ref
 from shoal.spec.resolve import build_ref, import_ref, is_users_failure, user_error
 from shoal.spec.sources.config import PythonSourceConfig
@@ -34,7 +34,7 @@ def open_python(spec: PythonSourceConfig, options: SourceOptions) -> DataSource:
     collate = bind_collate(spec.collate, base_dir=options.base_dir)
     if type(dataset).__module__ == HUGGING_FACE_MODULE:
         own = None if collate is None else functools.partial(make_batch, collate=collate)
-        return HuggingFaceSource(dataset, options.classes, make_batch=own)
+        return HuggingFaceSource(dataset, options.classes, make_batch=own, labelled=options.labelled)
     if type(dataset).__module__ == HUGGING_FACE_STREAM_MODULE:
         collate = collate or collate_rows
     if isinstance(dataset, IterableDataset):
@@ -100,10 +100,26 @@ def _collated(collate: Collate, samples: list[Any], ids: Ids) -> Batch:
         fix = f"It may be the texts: remove these columns, as a Trainer does: dataset.remove_columns({texts})."
         doing = f"collate of samples {format_ids(ids)}"
         raise user_error("SH830", failure, doing, fix=fix if texts else "") from failure
-    if isinstance(made, Batch):
-        return replace(made, size=len(ids))
+    batch = made if isinstance(made, Batch) else _batch_of_collated(made, len(ids))
+    if batch.size < len(ids):
+        message = (
+            f"collate of samples {format_ids(ids)} returns {plural(batch.size, 'target')} for {len(ids):,}: it drops "
+            "samples, which still count where lanes are averaged"
+        )
+        fix = (
+            "Leave them out in the dataset, or give them a label that the loss ignores. Where a target stands for "
+            "several samples, return shoal.Batch(inputs, target, len(samples))."
+        )
+        raise error("SH830", message, fix=fix)
+    return replace(batch, size=len(ids))
+
+
+def _batch_of_collated(made: Any, count: int) -> Batch:
+    """Its size is `count`, or less if there are not even so many targets. Targets of tokens, nodes or steps are more,
+    in any dimension."""
     inputs, target = _split_target(made, made)
-    return Batch(inputs, target, len(ids))
+    known = isinstance(target, Tensor) and target.dim() > 0
+    return Batch(inputs, target, min(count, target.numel()) if known else count)
 
 
 def _build_dataset(factory: Ref, base_dir: str) -> Any:

@@ -39,11 +39,14 @@ def open_huggingface(spec: HuggingFaceSourceConfig, options: SourceOptions) -> D
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers and loaders are forked
     dataset = _load(spec, options)
     tokenizer = None if spec.tokenizer is None else Tokenizer(spec, options.base_dir)
-    columns = [*([] if tokenizer is None else tokenizer.columns), *([spec.labels] if spec.labels else [])]
+    labels = [spec.labels] if spec.labels and options.labelled else []
+    columns = [*([] if tokenizer is None else tokenizer.columns), *labels]
     for name in columns:
         if name not in dataset.column_names and not (tokenizer and name == "input_ids"):
             raise error("SH303", f"no column '{name}'", where=spec.path, fix=did_you_mean(name, dataset.column_names))
-    return HuggingFaceSource(dataset, options.classes, tokenizer=tokenizer, labels=spec.labels)
+    return HuggingFaceSource(
+        dataset, options.classes, tokenizer=tokenizer, labels=spec.labels, labelled=options.labelled
+    )
 
 
 def _library(name: str) -> Any:
@@ -115,7 +118,7 @@ class Tokenizer:
 
 class HuggingFaceSource(DataSource):
     """A map-style dataset. The columns of the table are columns for splits and samplers. `make_batch` collates rows as
-    the user wants it; without it, columns of numbers are padded."""
+    the user wants it; without it, columns of numbers are padded. Not `labelled`: labels are not read."""
 
     in_memory = False
 
@@ -127,15 +130,21 @@ class HuggingFaceSource(DataSource):
         tokenizer: Tokenizer | None = None,
         labels: str | None = None,
         make_batch: MakeBatch | None = None,
+        labelled: bool = True,
     ) -> None:
         if len(dataset) == 0:
             raise error("SH302", "the dataset is empty", where="data.source")
         self._dataset = dataset.with_format(None)
         self._tokenizer = tokenizer
-        self._labels = labels or next((n for n in (LABELS, "label") if n in dataset.column_names), None)
+        found = labels or next((n for n in (LABELS, "label") if n in dataset.column_names), None)
+        self._labels = found if labelled else None
         self._make_batch = make_batch
         self.per_sample = make_batch is not None
-        self._inputs = [] if tokenizer else _number_columns(dataset, leave_out=self._labels, needed=make_batch is None)
+        self._inputs = (
+            []
+            if tokenizer
+            else _number_columns(dataset, leave_out=None if found == "input_ids" else found, needed=make_batch is None)
+        )
         self.classes = self._find_classes(classes)
 
     def __len__(self) -> int:
@@ -144,27 +153,30 @@ class HuggingFaceSource(DataSource):
     def take(self, ids: Ids) -> Batch:
         rows = self._dataset[[int(i) for i in ids]]
         if self._make_batch is not None:
-            return self._make_batch(self._samples(rows), ids)
-        values = self._encode(rows)
+            return self._make_batch(self._samples(rows, ids), ids)
+        values = self._encode(rows, ids)
         padding = PADDING | (self._tokenizer.padding if self._tokenizer else {})
         batch = {name: to_tensor(column, name, padding.get(name, 0)) for name, column in values.items()}
         return Batch((batch,), batch.get(LABELS), len(ids))
 
-    def _samples(self, rows: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _samples(self, rows: Mapping[str, Any], ids: Ids) -> list[dict[str, Any]]:
         """The rows one by one, with class numbers for labels that are texts."""
         if self._labels is not None and self._labels in rows:
-            rows = {**rows, self._labels: self._numbered(rows[self._labels])}
+            rows = {**rows, self._labels: self._numbered(rows[self._labels], ids)}
         return [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
 
-    def _encode(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+    def _encode(self, rows: Mapping[str, Any], ids: Ids) -> dict[str, Any]:
+        for name in self._tokenizer.columns if self._tokenizer else self._inputs:
+            _check_values(rows[name], name, ids)
         values: dict[str, Any] = self._tokenizer.encode(rows) if self._tokenizer else {n: rows[n] for n in self._inputs}
         if self._labels is not None and self._labels in rows:
-            values[LABELS] = self._numbered(rows[self._labels])
+            values[LABELS] = self._numbered(rows[self._labels], ids)
         elif self._labels in values:
             values[LABELS] = values[self._labels]
         return values
 
-    def _numbered(self, labels: Any) -> Any:
+    def _numbered(self, labels: Any, ids: Ids) -> Any:
+        _check_values(labels, str(self._labels), ids)
         if self.classes is None:
             return labels
         numbers = {name: number for number, name in enumerate(self.classes)}
@@ -181,6 +193,8 @@ class HuggingFaceSource(DataSource):
             return None
         if getattr(self._dataset.features[self._labels], "dtype", "") not in ("string", "large_string"):
             return None
+        if classes is None:
+            _check_values(self._dataset[self._labels][:], str(self._labels), range(len(self)))
         return classes or tuple(sorted(self._dataset.unique(self._labels)))
 
     def own_columns(self) -> list[str]:
@@ -192,16 +206,34 @@ class HuggingFaceSource(DataSource):
     def targets(self) -> Array:
         if self._labels not in self._dataset.column_names:
             raise error("SH303", "the dataset has no labels", where="data.source", fix="Name a column: `labels:`.")
-        return np.asarray(self._numbered(list(self._dataset[self._labels][:])))
+        return np.asarray(self._numbered(list(self._dataset[self._labels][:]), np.arange(len(self))))
 
     def sizes(self) -> Array:
         """Tokens of each sample, or the length of its first list."""
         found: list[int] = []
         for first in range(0, len(self), _TOKENIZE_ROWS):
-            values = self._encode(self._dataset[first : first + _TOKENIZE_ROWS])
+            ids = np.arange(first, min(first + _TOKENIZE_ROWS, len(self)))
+            values = self._encode(self._dataset[first : first + _TOKENIZE_ROWS], ids)
             lists = next((v for n, v in values.items() if n != LABELS and isinstance(v[0], list)), None)
             found += [len(one) for one in lists] if lists else [1] * min(_TOKENIZE_ROWS, len(self) - first)
         return np.array(found, dtype=np.int64)
+
+
+def _check_values(values: Sequence[Any], name: str, ids: Sequence[int] | Ids) -> None:
+    """SH304 if a row has no value, or a gap in its list: both would be trained on as if they were one."""
+    for row, value in zip(ids, values, strict=True):
+        if _has_gap(value):
+            message = f"row {row}: '{name}' has {'no value' if value is None else 'a gap in its list'}"
+            fix = f"Fill it in, or leave such rows out: dataset.filter(lambda row: row['{name}'] is not None)."
+            raise error("SH304", message, where="data.source", fix=fix)
+
+
+def _has_gap(value: Any) -> bool:
+    if not isinstance(value, list):
+        return value is None
+    if value and isinstance(value[0], list):
+        return any(map(_has_gap, value))
+    return any(one is None for one in value)
 
 
 def collate_rows(rows: list[Mapping[str, Any]]) -> Batch:
@@ -240,10 +272,12 @@ def _is_number(kind: Any) -> bool:
 def to_tensor(values: Any, name: str, padding: int) -> Tensor:
     """One row per sample: int64 or float32. Lists of different lengths are padded. SH306 if it is neither."""
     try:
-        if isinstance(values[0], list) and values[0] and not isinstance(values[0][0], list):
+        if isinstance(values[0], list) and not any(one and isinstance(one[0], list) for one in values):
             longest = max(map(len, values))
             values = [one + [padding] * (longest - len(one)) for one in values]
         array = np.asarray(values)
+        if array.dtype == object or not array.size:
+            raise ValueError("values are missing")
         return torch.from_numpy(array.astype(np.int64 if array.dtype.kind in "iub" else np.float32))
     except (ValueError, TypeError) as failure:
         message = f"column '{name}' does not make a batch: {describe_exception(failure)}"
