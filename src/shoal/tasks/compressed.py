@@ -45,6 +45,10 @@ class WrappedTask(Task):
         return self.inner.target(model, batch)
 
     @property
+    def needs_predictions(self) -> bool:
+        return self.inner.needs_predictions
+
+    @property
     def evaluates_in_one_pass(self) -> bool:
         return self.inner.evaluates_in_one_pass
 

@@ -48,7 +48,7 @@ from shoal.spec.compression.steps import ShapeStep
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths
 from shoal.train.compression.quality import judge
-from shoal.train.compression.subject import Subject, artefact_of, save_weights, single_input
+from shoal.train.compression.subject import Subject, artefact_of, check_own_inputs, save_weights, single_input
 
 PROOF_SAMPLES = 512
 PROOF_POINTS = 2000
@@ -101,6 +101,7 @@ def lossless(subject: Subject, *, file: Any, out: str, claim: str, box: str) -> 
     """Everything that can go without an error: with a proof for a box of inputs, or on the training samples."""
     model_file = _file(file)
     model = subject.model(model_file)
+    check_own_inputs(subject.task(model_file.shape), model, next(subject.train_batches(64)))
     steps: list[Any] = [step for step in [fold_step(model)] if step]
     folded = apply_steps(copy.deepcopy(model), steps)
     bounds = input_box(subject, per_feature=box == "features")
