@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.compression.measure import Z, drop_of, measure_in_turns, upper_bound_of_flips, upper_bound_of_mean
+from shoal.spec.compression.measured import Ratio
 
 
 @given(st.integers(1, 100_000))
@@ -73,3 +74,13 @@ def test_times_are_ratios_to_the_first():
     assert set(found[1].seconds) == {1, 8}
     assert found[1].ratios[8].low <= found[1].ratios[8].median <= found[1].ratios[8].high
     assert all(calls.values())
+    assert found[1].eager == {}
+
+
+def test_times_are_ratios_to_the_parent_in_torch_too():
+    works = {"base": 4000, "eager": 100, "made": 100}
+    models = {name: lambda work=work: sum(range(work)) for name, work in works.items()}
+    base, eager, made = measure_in_turns(models, {1: ()}, rounds=3)
+    assert eager.eager[1] == Ratio(median=1.0, low=1.0, high=1.0)
+    assert set(base.eager) == set(made.eager) == {1}
+    assert made.eager[1].low <= made.eager[1].median <= made.eager[1].high

@@ -79,7 +79,8 @@ MAX_CALLS = 200
 def measure_in_turns(
     models: Mapping[str, Callable[..., Any]], batches: Mapping[int, Sequence[Any]], *, rounds: int = ROUNDS
 ) -> list[Latency]:
-    """CPU time per call of each model, and its ratio to the first model in the same round, by batch size.
+    """CPU time per call of each model, and its ratios to the first model and to the one named `eager`, if there is
+    one, in the same round, by batch size.
 
     The caller sets the number of threads to one: CPU time is then the time of the call without that of other programs.
     """
@@ -89,12 +90,13 @@ def measure_in_turns(
         for _ in range(rounds):
             for name, model in models.items():
                 seconds[name].setdefault(size, []).append(_time(model, inputs, calls[name]))
-    first = seconds[next(iter(models))]
+    first, eager = seconds[next(iter(models))], seconds.get("eager", {})
     return [
         Latency(
             name=name,
             seconds={size: statistics.median(values) for size, values in rows.items()},
             ratios={size: _ratio(values, first[size]) for size, values in rows.items()},
+            eager={size: _ratio(values, eager[size]) for size, values in rows.items() if size in eager},
         )
         for name, rows in seconds.items()
     ]

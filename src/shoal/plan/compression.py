@@ -103,6 +103,8 @@ def judge_rung(rung: RungReport, *, now: RungReport, config: CompressConfig) -> 
     """Whether the rung replaces what there is now, and why."""
     if (loss := _quality_loss(rung, config)) is not None:
         return False, loss
+    if config.target.is_set and meets_targets(rung, config.target) and not meets_targets(now, config.target):
+        return True, "it meets the targets"
     smaller = _smaller(rung, now)
     faster = _faster(rung, now)
     if smaller and faster is not False:
@@ -161,14 +163,14 @@ def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _faster(rung: RungReport, now: RungReport) -> bool | None:
-    """None if it cannot be told: not measured, or the quartiles of the ratios to what there is now cover 1."""
-    mine, other = latency_ratio(rung), latency_ratio(now)
-    if mine is None or rung.latency is None:
+    """By the ratios to the parent in torch, which files of all runtimes have. None if it cannot be told: not measured,
+    or the ratios differ by no more than their quartiles. What was not measured runs as the parent does."""
+    if rung.latency is None or not rung.latency.eager:
         return None
-    spread = max(one.high - one.low for one in rung.latency.ratios.values())
-    if abs(mine - (other or 1.0)) <= spread:
-        return None
-    return mine < (other or 1.0)
+    mine, other = (list(one.latency.eager.values()) if one.latency else [] for one in (rung, now))
+    worst, known = (max((ratio.median for ratio in one), default=1.0) for one in (mine, other))
+    spread = max(ratio.high - ratio.low for ratio in [*mine, *other])
+    return None if abs(worst - known) <= spread else worst < known
 
 
 def meets_targets(rung: RungReport, target: TargetConfig) -> bool:

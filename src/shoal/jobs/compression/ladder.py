@@ -47,8 +47,7 @@ class Ladder:
     @property
     def done(self) -> bool:
         """Whether there is a target, and it is met."""
-        target = self.config.target
-        return (target.size or target.latency) is not None and meets_targets(self.now, target)
+        return self.config.target.is_set and meets_targets(self.now, self.config.target)
 
     def climb(self) -> None:
         """Try the rungs in order until the targets are met."""
@@ -274,11 +273,14 @@ class Ladder:
         facts = {"certificate": certificate, "refused": refused or {}}
         row = self._measure(made).model_copy(update=facts)
         kept, why = judge_rung(row, now=self._base_row, config=self.config)
+        is_best, why_best = judge_rung(row, now=self.now, config=self.config)
+        if kept:
+            why = why_best if is_best else f"{why} than '{self._base_row.name}'; '{self.now.name}' stays the best file"
         row = self._add(row.model_copy(update={"kept": kept, "why": why}))
         if not kept:
             return False
         self.base, self._base_row = made, row
-        if judge_rung(row, now=self.now, config=self.config)[0]:
+        if is_best:
             self.chosen, self.now = made, row
         return True
 
@@ -298,8 +300,8 @@ class Ladder:
             return row
         models = {"base": base, "eager": self.parent, "made": made}
         times = {one.name: one for one in self.workshop.time(models)}
-        eager = {s: times["made"].seconds[s] / v for s, v in times["eager"].seconds.items()}
         latency = times["made"].model_copy(update={"name": base.name})
+        eager = {size: ratio.median for size, ratio in latency.eager.items()}
         return row.model_copy(update={"latency": latency, "eager_ratio": eager})
 
     def _share(self, made: Candidate) -> float:

@@ -99,11 +99,12 @@ class Ratio(Spec):
 
 
 class Latency(Spec):
-    """CPU time per call with one thread, as ratios to the first file, by batch size."""
+    """CPU time per call with one thread, by batch size: as ratios to the first file, and to one called `eager`."""
 
     name: str
     seconds: Annotated[dict[PositiveInt, PositiveFloat], Field(min_length=1)]
     ratios: Annotated[dict[PositiveInt, Ratio], Field(min_length=1)]
+    eager: dict[PositiveInt, Ratio] = Field(default_factory=dict)
 
 
 class RungReport(Spec):

@@ -130,7 +130,10 @@ def check_own_inputs(task: Task, model: nn.Module, batch: Batch) -> None:
     hook = model.register_forward_pre_hook(lambda _, args, named: calls.append((args, named)), with_kwargs=True)
     try:
         with torch.no_grad(), wrap_user_errors("SH401", "the task"):
-            task.loss(model, batch)
+            if task.needs_predictions:
+                task.evaluate(model, batch)
+            else:
+                task.loss(model, batch)
     finally:
         hook.remove()
     wanted = single_input(batch)
