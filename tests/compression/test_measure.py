@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from shoal.compression.measure import Z, drop_of, measure_in_turns, upper_bound_of_flips, upper_bound_of_mean
 from shoal.spec.compression.measured import Ratio
@@ -41,12 +42,28 @@ def test_flips_and_means():
     assert bound > drop > 0
     assert least == upper_bound_of_flips(0, 0, 100)
     assert drop_of(model, parent, sign=1)[0] == pytest.approx(-0.02)
-    losses, worse = [0.5, 1.0, 1.5], [0.55, 1.1, 1.65]
+    losses, worse = [0.5, 1.0, 1.5] * 10, [0.55, 1.1, 1.65] * 10
     drop, bound, least = drop_of(losses, worse, sign=-1)
     assert drop == pytest.approx(0.1)
     assert bound > 0.1
     assert least == 0
-    assert upper_bound_of_mean([0.1]) == math.inf
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 29])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_few_losses_or_shares_have_no_bound(samples, sign):
+    """Not even if none of them changed: two values that are equal by chance would prove everything."""
+    values = [0.5 + 0.01 * n for n in range(samples)]
+    drop, bound, least = drop_of(values, values, sign=sign)
+    assert (drop, bound, least) == (0.0, math.inf, math.inf)
+
+
+@pytest.mark.parametrize("samples", [30, 31, 100, 5000])
+def test_the_bound_of_a_mean_is_that_of_students_distribution(samples):
+    draw = random.Random(samples)
+    values = [draw.gauss(0.1, 1.0) for _ in range(samples)]
+    wanted = stats.ttest_1samp(values, 0.0, alternative="less").confidence_interval(0.95).high
+    assert upper_bound_of_mean(values) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_models_run_in_turns():

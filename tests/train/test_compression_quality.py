@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import math
 
 import pytest
 import torch
+from torch import nn
 
 from shoal.compression.optional import load_library
 from shoal.errors import ShoalError
@@ -88,6 +90,28 @@ def test_nothing_is_proven_for_a_model_that_gets_other_inputs(subject, tmp_path,
     with pytest.raises(ShoalError, match="does not give the model the inputs of the batch") as refused:
         actions.lossless(one, file=file, out=str(tmp_path / "out.safetensors"), claim=claim, box="range")
     assert refused.value.code == "SH662"
+
+
+def test_five_losses_are_too_few(subject, tmp_path):
+    one = subject(best={"metric": "loss"}, data=MLP["data"] | {"split": {"kind": "holdout", "validation": 0.003}})
+    parent = file_of(one, tmp_path / "parent.safetensors")
+    (row,) = judge(one, parent, {"parent": parent}, part="validation", known=tmp_path / "known.json")
+    assert (row.samples, row.drop, row.drop_bound, row.smallest_bound) == (5, 0.0, math.inf, math.inf)
+
+
+class Several(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), {"twice": 2 * super().forward(x)}
+
+
+def test_all_outputs_are_compared_and_no_number_is_a_difference():
+    torch.manual_seed(0)
+    one, other, x = Several(4, 3).requires_grad_(False), Several(4, 3).requires_grad_(False), torch.rand(5, 4)
+    wanted = [2 * value.abs().max().item() for value in (one(x)[0] - other(x)[0], one(x)[0])]
+    assert actions._difference(one, other, x) == pytest.approx(tuple(wanted))
+    other.weight[0, 0] = torch.nan
+    assert math.isnan(actions._difference(one, other, x)[0])
+    assert math.isnan(actions._largest([0.0, math.nan, 1.0]))
 
 
 def test_a_metric_that_is_no_mean_over_samples_is_refused(subject, tmp_path):

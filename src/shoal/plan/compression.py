@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.errors import error
 from shoal.spec.compression.config import CompressConfig, DistilConfig, TargetConfig, parse_share
-from shoal.spec.compression.measured import Quality, RungReport
+from shoal.spec.compression.measured import Certificate, Quality, RungReport
 from shoal.spec.compression.steps import ModelShape, ShapeStep, TuneStep
 from shoal.spec.job import InitFromConfig, Job, LRScheduleConfig
 
@@ -20,6 +20,8 @@ SMALLER = 0.99
 KEPT_WEIGHTS = (0.4, 0.15, 0.08, 0.05)
 """Shares of the weights that are kept if no size is asked for."""
 VERY_FEW = 0.07
+PROOF_DIFFERENCE = 1e-6
+"""The share of the largest output by which outputs may differ in float64 though they are equal."""
 FILLED = 0.97
 """How much of the size that is asked for the codes may take; biases and lists of values take the rest."""
 DEFAULT_LR = 1e-3
@@ -119,18 +121,34 @@ def judge_rung(rung: RungReport, *, now: RungReport, config: CompressConfig) -> 
 def _quality_loss(rung: RungReport, config: CompressConfig) -> str | None:
     """Why the rung is not good enough; None if it is. A proof counts more than samples, if no sample contradicts it."""
     quality, certificate = rung.quality, rung.certificate
-    if certificate is not None and certificate.claim == "proven" and (quality is None or quality.drop <= 0):
-        return None
+    if certificate is not None and certificate.claim == "proven":
+        if (doubt := _contradiction(certificate)) is not None:
+            return doubt
+        if quality is None or quality.drop <= 0:
+            return None
     if quality is None:
         return "its quality was not measured"
     if quality.drop_bound <= config.max_drop:
         return None
-    if quality.smallest_bound > config.max_drop:
+    if undecidable(quality, config.max_drop):
+        least = f"{quality.smallest_bound:.2%} is the least that they can"
         return (
             f"{quality.samples} samples cannot show a drop of {config.max_drop:.2%} or less: "
-            f"{quality.smallest_bound:.2%} is the least that they can"
+            f"{least if math.isfinite(quality.smallest_bound) else 'so few have no bound of their mean'}"
         )
     return f"the drop may be {quality.drop_bound:.2%}, more than {config.max_drop:.2%}"
+
+
+def _contradiction(certificate: Certificate) -> str | None:
+    """Why what was measured speaks against the proof; None if it does not. Sums in another order differ in float64,
+    too, but by far less."""
+    found = [certificate.difference_float64, certificate.difference_points]
+    if all(value <= PROOF_DIFFERENCE * certificate.largest_output for value in found):  # false for NaN
+        return None
+    return (
+        f"a proof says that it is equal, and its outputs differ by {found[0]:.1e} on samples and {found[1]:.1e} on "
+        f"random inputs, of at most {certificate.largest_output:.1e}"
+    )
 
 
 def _size(rung: RungReport) -> float:

@@ -1,5 +1,7 @@
 """What the ladder decides, from sizes, drops and times that a workshop reports. Real workshops: test_ladder_long.py."""
 
+import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,10 +9,20 @@ import pytest
 
 from shoal.errors import ShoalError, error
 from shoal.jobs.compression.ladder import Ladder
+from shoal.jobs.compression.result import plot_svg
 from shoal.jobs.compression.workshop import Candidate
 from shoal.plan.compression import RUNTIME, best_rungs
 from shoal.spec.compression.config import CompressConfig
-from shoal.spec.compression.measured import Artefact, Latency, Quality, Ratio, RungReport, ShapedModel
+from shoal.spec.compression.measured import (
+    Artefact,
+    Certificate,
+    CompressionReport,
+    Latency,
+    Quality,
+    Ratio,
+    RungReport,
+    ShapedModel,
+)
 from shoal.spec.compression.steps import CutStep, Kept, OnnxStep, PackStep, ZeroStep
 
 SPREAD = 0.02
@@ -25,7 +37,7 @@ class Scripted:
     """A workshop whose models have a thousand parameters. `drop` and `ratio` are functions of a candidate."""
 
     def __init__(self, drop=lambda made: 0.0, ratio=lambda made: 0.5, smallest=SMALLEST):
-        self.job, self.first_steps = SimpleNamespace(shape=None), []
+        self.job, self.first_steps, self.held_out = SimpleNamespace(shape=None), [], ["validation"]
         whole = artefact("safetensors", 4000)
         self.parent = Candidate("parent", whole, whole, parameters=1000)
         self.drop, self.ratio, self.smallest, self.tuned, self.asked = drop, ratio, smallest, [], []
@@ -184,6 +196,80 @@ def test_the_bound_decides_and_not_the_mean():
     assert not rows["int8"].kept
     assert "10000 samples cannot show a drop of 0.10% or less" in rows["int8"].why
     assert any("it cannot show a drop" in note for note in ladder.notes)
+
+
+def test_five_losses_decide_nothing():
+    """Their mean has no bound, though none of them changed."""
+    ladder, rows = climb(Scripted(smallest=math.inf), steps=["int8"])
+    assert not rows["int8"].kept
+    assert "so few have no bound of their mean" in rows["int8"].why
+    assert any("it cannot show a drop" in note for note in ladder.notes)
+
+
+def proven(workshop, **differences):
+    """Half of the model goes, with a certificate of these differences."""
+    measured = {"difference_float64": 0.0, "difference_points": 0.0, "largest_output": 10.0} | differences
+    facts = {"low": 0.0, "high": 1.0, "samples": 5, "points": 5, "difference_float32": 0.0}
+    certificate = Certificate(claim="proven", **facts, **measured)
+
+    def propose(made, action, name, **how):
+        file = artefact("safetensors", 2000)
+        step = CutStep(layers={"0": Kept(out="0-499")})
+        return replace(made, name=name, weights=file, artefact=file), ShapedModel(steps=[step], certificate=certificate)
+
+    workshop.propose = propose
+    return workshop
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"difference_float64": 1e-4},
+        {"difference_points": 1e-4},
+        {"difference_points": math.nan},
+        {"difference_float64": math.inf},
+        {"largest_output": math.nan},
+    ],
+    ids=str,
+)
+def test_a_proof_that_the_measurement_contradicts_is_not_believed(wrong):
+    ladder, rows = climb(proven(Scripted(), **wrong), steps=["lossless"])
+    assert ladder.chosen is ladder.parent
+    assert rows["lossless"].why.startswith("a proof says that it is equal, and its outputs differ by")
+    ladder, rows = climb(proven(Scripted(), difference_float64=1e-9), steps=["lossless"])
+    assert rows["lossless"].kept
+
+
+def test_a_proof_needs_no_validation_part_and_other_rungs_do():
+    workshop = proven(Scripted())
+    workshop.held_out, workshop.judge = ["test"], None
+    ladder, rows = climb(workshop, steps=["lossless"])
+    assert (rows["lossless"].kept, rows["lossless"].quality) == (True, None)
+    assert ladder.notes == ["the job has no validation part: the quality is not measured, and only a proof counts"]
+
+    def refuse(made):
+        raise error("SH665", "the job has no validation part")
+
+    workshop.judge = refuse
+    with pytest.raises(ShoalError, match="no validation part"):
+        climb(workshop, steps=["lossless", "int8"])
+
+
+@pytest.mark.parametrize("bound", [0.02, math.inf])
+def test_all_points_are_on_the_canvas(bound):
+    """Files that are larger than the parent, and drops without a bound."""
+    rows = [rung("parent", 1.0, 0.0), rung("larger", 3.0, 0.01), rung("smaller", 0.1, -0.01)]
+    quality = rows[1].quality.model_copy(update={"drop_bound": bound})
+    rows[1] = rows[1].model_copy(update={"quality": quality})
+    drawn = plot_svg(
+        CompressionReport(parent="a", parent_sha256="0" * 64, rungs=rows, chosen="parent", targets_met=True)
+    )
+    places = [(float(x), float(y)) for x, y in re.findall(r'cx="(.+?)" cy="(.+?)"', drawn)]
+    ends = [float(y) for y in re.findall(r'y2="(.+?)"', drawn)]
+    assert len(places) == len(ends) == 3
+    assert all(60 <= x <= 540 and 30 <= y <= 380 for x, y in places)
+    assert all(20 <= y <= 380 for y in ends)
+    assert places[2][0] < places[0][0] < places[1][0]
 
 
 def test_importance_and_box_are_those_that_were_asked_for():

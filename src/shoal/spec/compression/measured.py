@@ -57,7 +57,10 @@ class Certificate(Spec):
     `claim` is `proven` (for every input between the smallest and largest values of the training samples, in exact
     arithmetic) or `data` (for the training samples). The differences are the largest absolute differences of outputs
     that were measured: in float64 and float32 on training samples, and in float64 on random points of the box.
+    `largest_output` is the parent's largest absolute output on both.
     """
+
+    model_config = ConfigDict(allow_inf_nan=True)
 
     claim: str
     low: float
@@ -67,6 +70,7 @@ class Certificate(Spec):
     difference_float64: float
     difference_float32: float
     difference_points: float
+    largest_output: float = 1.0
 
 
 class Quality(Spec):
