@@ -187,6 +187,17 @@ def test_a_cut_and_taught_run_has_the_same_bits_on_one_worker_and_on_two(run):
     assert len({one.receipt.state_sha256 for one in found}) == 1
 
 
+@pytest.mark.long
+def test_a_task_of_its_own_is_taught(run):
+    """Teacher and student get what the task gives the model; the same bits on one worker and on two."""
+    job = MLP | {"model": None, "loss": None, "metrics": [], "task": "compressible.py:OwnInputs", "steps": 20}
+    teacher = run(job)
+    taught = job | {"distil": {"teacher": str(teacher.paths.model), "weight": 0.9}, "seed": 1}
+    one, two, alone = run(taught), run(taught, workers=2), run(job | {"seed": 1})
+    assert one.receipt.state_sha256 == two.receipt.state_sha256
+    assert one.receipt.weights_sha256 != alone.receipt.weights_sha256
+
+
 def test_a_teacher_of_another_class_is_built_from_its_own_name(run):
     """A linear model teaches an MLP; without its name, its weights do not fit."""
     linear = {"name": "torch.nn:Linear", "args": {"in_features": 64, "out_features": 10}}

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from torch import nn
 
+from shoal.checkpoint.example_inputs import describe_example
 from shoal.checkpoint.export import export_model
 from shoal.compression.bounds import Bounds
 from shoal.compression.groups import Groups, tensors_in
@@ -358,7 +359,9 @@ def export(subject: Subject, *, file: Any, out: str, info: dict[str, Any], progr
     content = export_model(
         out,
         model,
-        info=info | Fitted.of(subject.data.train.source).model_info(),
+        info=info
+        | {"example": describe_example(tuple(example.inputs))}
+        | Fitted.of(subject.data.train.source).model_info(),
         example_inputs=tuple(example.inputs),
         program=program,
         emit=note,
