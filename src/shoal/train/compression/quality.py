@@ -85,7 +85,7 @@ def _check_mean(subject: Subject, parent: ModelFile, split: DatasetSplit, mean: 
         task, lanes=job.lane_count, chunk_size=job.evaluate.batch_size or job.batch_size, seed=job.seed
     )
     whole = evaluator.evaluate(replica, split).get(job.best.metric, math.nan)
-    if not abs(mean - whole) <= TOLERANCE * max(1.0, abs(whole)):
+    if not math.isclose(mean, whole, rel_tol=TOLERANCE, abs_tol=1e-6):
         message = f"'{job.best.metric}' is {whole:.4g} in batches, and {mean:.4g} if each sample is evaluated by itself"
         fix = "Let the evaluation of a sample depend on neither the other samples nor random numbers."
         raise error("SH665", message, where="best.metric", fix=fix)
