@@ -92,6 +92,24 @@ def test_gpt_from_the_run_to_the_replay(run, compressed, job_dir, fork_server):
     assert api.load(made.paths.root)(TOKENS).logits.shape == (2, 12, 200)
 
 
+@pytest.mark.compat("`shoal compress` of Llama", "works", how="int8, heads and neurons")
+def test_llama_from_the_run_to_the_replay(run, compressed, job_dir, fork_server):
+    """Rotated positions and gated neurons: 8 bits, and half of the heads and neurons."""
+    parent = run(GPT | {"name": "llama", "model": "hf.py:llama", "metrics": []}, best={"metric": "loss"}, lanes=2)
+    tune = {"epochs": 1, "scratch": False, "teacher": False}
+    made = compressed(parent, WHOLE | {"steps": ["int8", "prune"], "tune": tune}, 2)
+    rungs = {row.name: row for row in made.report.rungs}
+    assert not [row.why for row in rungs.values() if "SH" in row.why]
+    assert rungs["int8"].kept
+    assert rungs["runtime: onnx float32"].quality.drop == pytest.approx(0.0, abs=1e-5)
+    cut = next(step for step in rungs["prune 50%, tuned"].steps if step.kind == "cut")
+    assert {name.rpartition(".")[2] for name in cut.layers} >= {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    recipe = read_recipe(made.paths.root / "recipe.json")
+    again = replay(CompressRequest(parent.paths, job_dir / "runs"), recipe, fork_server=fork_server)
+    assert (again.paths.model / recipe.artefact).read_bytes() == (made.paths.model / recipe.artefact).read_bytes()
+    assert api.load(made.paths.root)(TOKENS).logits.shape == (2, 12, 200)
+
+
 @pytest.mark.compat("`shoal compress` of BERT with its own loss", "works", how="int8, heads and neurons, a teacher")
 def test_bert_with_its_own_loss_is_compressed(run, compressed):
     parent = run(BERT, best={"metric": "accuracy"}, lanes=2)

@@ -16,7 +16,7 @@ from shoal.spec.compression.steps import CutStep, Kept
 from shoal.spec.load import make_job
 from shoal.tasks.compressed import CompressedTask, DistilledTask, output_distance
 from shoal.tasks.own_loss import OwnLossTask
-from shoal.tasks.task import PlainTask
+from shoal.tasks.task import PlainTask, Task
 from tests.conftest import MLP
 from tests.tasks.test_own_loss import Answering
 
@@ -66,16 +66,100 @@ def test_a_model_with_its_own_loss_has_a_teacher():
     total, weight = task.loss(model, named)
     assert torch.allclose(
         (total / weight).float(),
-        0.75 * answer["loss"] + 0.25 * output_distance(answer["logits"], wanted["logits"], 2.0),
+        0.75 * answer["loss"] + 0.25 * output_distance(answer["logits"], wanted["logits"], 2.0, classes=-1),
     )
 
 
 def test_a_teacher_that_gives_its_own_answers_adds_nothing():
     model, batch = net(), a_batch()
     output = model(*batch.inputs)
-    assert output_distance(output, output.detach(), 2.0).abs() < 1e-6
+    assert output_distance(output, output.detach(), 2.0, classes=1).abs() < 1e-6
     with pytest.raises(ShoalError, match="same shape"):
-        output_distance(output, output[:, :2], 2.0)
+        output_distance(output, output[:, :2], 2.0, classes=1)
+
+
+class Recalled(Task):
+    """A task whose model returns its parameter, reshaped by the loss before torch's loss gets it."""
+
+    def __init__(self, loss):
+        self.loss_of = loss
+
+    def loss(self, model, batch):
+        return self.loss_of(model(*batch.inputs), batch.target)
+
+
+class Constant(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.value = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x):
+        return self.value
+
+
+def taught_distance(loss, target, student, teacher):
+    task = DistilledTask(Recalled(loss), DistilConfig(teacher="x", weight=1.0), lambda: teacher)
+    return task.loss(student, Batch((torch.zeros(len(target)),), target, len(target)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "loss", "target", "dimension"),
+    [
+        ((4, 3), F.cross_entropy, torch.zeros(4).long(), 1),
+        ((4, 3, 5, 6), F.cross_entropy, torch.zeros(4, 5, 6).long(), 1),
+        ((4, 5, 3), lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()), torch.zeros(4, 5).long(), 2),
+        ((4, 5, 3), lambda o, t: F.cross_entropy(input=o.movedim(2, 1), target=t), torch.zeros(4, 5).long(), 2),
+        ((4, 3, 5), lambda o, t: F.nll_loss(F.log_softmax(o, 1), t), torch.zeros(4, 5).long(), 1),
+        ((4, 3), F.mse_loss, torch.zeros(4, 3), None),
+        ((4, 3), lambda o, t: F.huber_loss(o, t) + 0.1 * o.square().mean(), torch.zeros(4, 3), None),
+        ((4, 3), F.binary_cross_entropy_with_logits, torch.ones(4, 3), None),
+    ],
+    ids=["classes", "pixels", "tokens", "tokens moved", "nll", "numbers", "penalised numbers", "labels"],
+)
+def test_the_loss_tells_what_is_compared(shape, loss, target, dimension):
+    """The same number added to all classes of a sample changes no probability; of other numbers it is a difference."""
+    torch.manual_seed(0)
+    teacher, student = Constant(*shape), Constant(*shape)
+    with torch.no_grad():
+        student.value.copy_(teacher.value + torch.randn(4).reshape(4, *[1] * (len(shape) - 1)))
+    distance = taught_distance(loss, target, student, teacher)
+    if dimension is None:
+        assert distance.item() == pytest.approx((student.value - teacher.value).square().mean().item())
+        return
+    assert distance.abs() < 1e-6
+    with torch.no_grad():
+        student.value.copy_(teacher.value + torch.randn(shape))
+    soft = [F.log_softmax(one.value.movedim(dimension, -1).reshape(-1, 3) / 2, 1) for one in (student, teacher)]
+    wanted = F.kl_div(*soft, log_target=True, reduction="batchmean") * 4
+    assert taught_distance(loss, target, student, teacher).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+class Pair(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+@pytest.mark.parametrize(
+    ("loss", "model", "said"),
+    [
+        (lambda model, x: (model(x) ** 2).mean(), nn.Linear(4, 3), r"what the model's output \[8, 3\] is"),
+        (lambda model, x: F.mse_loss(model.weight, x[:3]), nn.Linear(4, 3), "does not call the model"),
+        (lambda model, x: F.mse_loss(model(x)[0], x[:, :3]), Pair(4, 3), "the model returns tuple"),
+    ],
+    ids=["own", "uncalled", "tuple"],
+)
+def test_outputs_that_cannot_be_compared_are_told(loss, model, said):
+    class Own(Task):
+        def loss(self, model, batch):
+            return loss(model, batch.inputs[0])
+
+    task = DistilledTask(Own(), DistilConfig(teacher="x"), lambda: type(model)(4, 3))
+    with pytest.raises(ShoalError, match=said) as refused:
+        task.loss(model, a_batch())
+    assert (refused.value.code, refused.value.where) == ("SH402", "distil")
+    Own.predicts_classes = True
+    if said.startswith("what"):
+        DistilledTask(Own(), DistilConfig(teacher="x"), lambda: nn.Linear(4, 3)).loss(model, a_batch()).backward()
 
 
 def test_unknown_features_are_told():
@@ -101,6 +185,17 @@ def test_a_cut_and_taught_run_has_the_same_bits_on_one_worker_and_on_two(run):
     found = [run(MLP | asked, workers=workers) for workers in (1, 2)]
     assert found[0].receipt.parameters == 64 * 10 + 10 + 10 * 10 + 10
     assert len({one.receipt.state_sha256 for one in found}) == 1
+
+
+@pytest.mark.long
+def test_a_task_of_its_own_is_taught(run):
+    """Teacher and student get what the task gives the model; the same bits on one worker and on two."""
+    job = MLP | {"model": None, "loss": None, "metrics": [], "task": "compressible.py:OwnInputs", "steps": 20}
+    teacher = run(job)
+    taught = job | {"distil": {"teacher": str(teacher.paths.model), "weight": 0.9}, "seed": 1}
+    one, two, alone = run(taught), run(taught, workers=2), run(job | {"seed": 1})
+    assert one.receipt.state_sha256 == two.receipt.state_sha256
+    assert one.receipt.weights_sha256 != alone.receipt.weights_sha256
 
 
 def test_a_teacher_of_another_class_is_built_from_its_own_name(run):

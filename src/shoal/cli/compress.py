@@ -42,6 +42,7 @@ def compress(
     as_json: AsJson = False,
 ) -> None:
     """Make a run's model smaller and faster, with proof that it still does its job."""
+    from shoal.errors import error
     from shoal.jobs import run_dir
     from shoal.jobs.compression.compress import CompressRequest
     from shoal.jobs.compression.compress import compress as climb
@@ -49,6 +50,9 @@ def compress(
     from shoal.spec.compression.measured import read_recipe
     from shoal.spec.load import load_run_job
 
+    if replay is not None and (target or max_drop or lossless):
+        message = "--replay takes the steps of the recipe, and decides nothing"
+        raise error("SH609", message, where="--replay", fix="Leave out --target, --max-drop and --lossless.")
     parent = run_dir.find(run, runs)
     config = _config(load_run_job(parent.job).compress, target, max_drop, lossless=lossless)
     console = output.console(as_json)

@@ -15,6 +15,7 @@ from shoal.spec.compression.measured import Latency, Ratio
 
 Z = 1.6448536269514722
 """The 95 % quantile of the normal distribution."""
+LEAST_VALUES = 30
 
 
 def upper_bound_of_flips(lost: int, won: int, samples: int) -> float:
@@ -41,14 +42,16 @@ def _score(lost: int, won: int, samples: int, difference: float) -> float:
 
 
 def upper_bound_of_mean(differences: Sequence[float]) -> float:
-    """The one-sided 95 % bound of the mean, by Student's distribution (expanded to its first order)."""
+    """The one-sided 95 % bound of the mean, by Student's distribution. It holds for means of few values only if they
+    are normal, which differences of losses are not: below `LEAST_VALUES` there is no bound."""
+    from scipy.special import stdtrit
+
     count = len(differences)
-    if count < 2:
+    if count < LEAST_VALUES:
         return math.inf
     mean = fmean(differences)
     deviation = math.sqrt(sum((d - mean) ** 2 for d in differences) / (count - 1))
-    quantile = Z + (Z**3 + Z) / (4 * (count - 1))
-    return mean + quantile * deviation / math.sqrt(count)
+    return mean + float(stdtrit(count - 1, 0.95)) * deviation / math.sqrt(count)
 
 
 def drop_of(parent: Sequence[float], model: Sequence[float], *, sign: int) -> tuple[float, float, float]:
@@ -61,7 +64,7 @@ def drop_of(parent: Sequence[float], model: Sequence[float], *, sign: int) -> tu
         return drop, upper_bound_of_flips(lost, won, len(pairs)), upper_bound_of_flips(0, 0, len(pairs))
     scale = 1.0 if sign > 0 else abs(fmean(parent)) or 1.0
     differences = [(a - b) * sign / scale for a, b in zip(parent, model, strict=True)]
-    return fmean(differences), upper_bound_of_mean(differences), 0.0
+    return fmean(differences), upper_bound_of_mean(differences), 0.0 if len(differences) >= LEAST_VALUES else math.inf
 
 
 def _are_flags(values: Sequence[float]) -> bool:
@@ -79,7 +82,8 @@ MAX_CALLS = 200
 def measure_in_turns(
     models: Mapping[str, Callable[..., Any]], batches: Mapping[int, Sequence[Any]], *, rounds: int = ROUNDS
 ) -> list[Latency]:
-    """CPU time per call of each model, and its ratio to the first model in the same round, by batch size.
+    """CPU time per call of each model, and its ratios to the first model and to the one named `eager`, if there is
+    one, in the same round, by batch size.
 
     The caller sets the number of threads to one: CPU time is then the time of the call without that of other programs.
     """
@@ -89,12 +93,13 @@ def measure_in_turns(
         for _ in range(rounds):
             for name, model in models.items():
                 seconds[name].setdefault(size, []).append(_time(model, inputs, calls[name]))
-    first = seconds[next(iter(models))]
+    first, eager = seconds[next(iter(models))], seconds.get("eager", {})
     return [
         Latency(
             name=name,
             seconds={size: statistics.median(values) for size, values in rows.items()},
             ratios={size: _ratio(values, first[size]) for size, values in rows.items()},
+            eager={size: _ratio(values, eager[size]) for size, values in rows.items() if size in eager},
         )
         for name, rows in seconds.items()
     ]

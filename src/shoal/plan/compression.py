@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.errors import error
 from shoal.spec.compression.config import CompressConfig, DistilConfig, TargetConfig, parse_share
-from shoal.spec.compression.measured import Quality, RungReport
+from shoal.spec.compression.measured import Certificate, Quality, RungReport
 from shoal.spec.compression.steps import ModelShape, ShapeStep, TuneStep
 from shoal.spec.job import InitFromConfig, Job, LRScheduleConfig
 
@@ -20,6 +20,8 @@ SMALLER = 0.99
 KEPT_WEIGHTS = (0.4, 0.15, 0.08, 0.05)
 """Shares of the weights that are kept if no size is asked for."""
 VERY_FEW = 0.07
+PROOF_DIFFERENCE = 1e-6
+"""The share of the largest output by which outputs may differ in float64 though they are equal."""
 FILLED = 0.97
 """How much of the size that is asked for the codes may take; biases and lists of values take the rest."""
 DEFAULT_LR = 1e-3
@@ -103,6 +105,8 @@ def judge_rung(rung: RungReport, *, now: RungReport, config: CompressConfig) -> 
     """Whether the rung replaces what there is now, and why."""
     if (loss := _quality_loss(rung, config)) is not None:
         return False, loss
+    if config.target.is_set and meets_targets(rung, config.target) and not meets_targets(now, config.target):
+        return True, "it meets the targets"
     smaller = _smaller(rung, now)
     faster = _faster(rung, now)
     if smaller and faster is not False:
@@ -117,18 +121,34 @@ def judge_rung(rung: RungReport, *, now: RungReport, config: CompressConfig) -> 
 def _quality_loss(rung: RungReport, config: CompressConfig) -> str | None:
     """Why the rung is not good enough; None if it is. A proof counts more than samples, if no sample contradicts it."""
     quality, certificate = rung.quality, rung.certificate
-    if certificate is not None and certificate.claim == "proven" and (quality is None or quality.drop <= 0):
-        return None
+    if certificate is not None and certificate.claim == "proven":
+        if (doubt := _contradiction(certificate)) is not None:
+            return doubt
+        if quality is None or quality.drop <= 0:
+            return None
     if quality is None:
         return "its quality was not measured"
     if quality.drop_bound <= config.max_drop:
         return None
-    if quality.smallest_bound > config.max_drop:
+    if undecidable(quality, config.max_drop):
+        least = f"{quality.smallest_bound:.2%} is the least that they can"
         return (
             f"{quality.samples} samples cannot show a drop of {config.max_drop:.2%} or less: "
-            f"{quality.smallest_bound:.2%} is the least that they can"
+            f"{least if math.isfinite(quality.smallest_bound) else 'so few have no bound of their mean'}"
         )
     return f"the drop may be {quality.drop_bound:.2%}, more than {config.max_drop:.2%}"
+
+
+def _contradiction(certificate: Certificate) -> str | None:
+    """Why what was measured speaks against the proof; None if it does not. Sums in another order differ in float64,
+    too, but by far less."""
+    found = [certificate.difference_float64, certificate.difference_points]
+    if all(value <= PROOF_DIFFERENCE * certificate.largest_output for value in found):  # false for NaN
+        return None
+    return (
+        f"a proof says that it is equal, and its outputs differ by {found[0]:.1e} on samples and {found[1]:.1e} on "
+        f"random inputs, of at most {certificate.largest_output:.1e}"
+    )
 
 
 def _size(rung: RungReport) -> float:
@@ -161,14 +181,14 @@ def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _faster(rung: RungReport, now: RungReport) -> bool | None:
-    """None if it cannot be told: not measured, or the quartiles of the ratios to what there is now cover 1."""
-    mine, other = latency_ratio(rung), latency_ratio(now)
-    if mine is None or rung.latency is None:
+    """By the ratios to the parent in torch, which files of all runtimes have. None if it cannot be told: not measured,
+    or the ratios differ by no more than their quartiles. What was not measured runs as the parent does."""
+    if rung.latency is None or not rung.latency.eager:
         return None
-    spread = max(one.high - one.low for one in rung.latency.ratios.values())
-    if abs(mine - (other or 1.0)) <= spread:
-        return None
-    return mine < (other or 1.0)
+    mine, other = (list(one.latency.eager.values()) if one.latency else [] for one in (rung, now))
+    worst, known = (max((ratio.median for ratio in one), default=1.0) for one in (mine, other))
+    spread = max(ratio.high - ratio.low for ratio in [*mine, *other])
+    return None if abs(worst - known) <= spread else worst < known
 
 
 def meets_targets(rung: RungReport, target: TargetConfig) -> bool:

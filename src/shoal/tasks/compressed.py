@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.compression.shape import apply_steps
 from shoal.data.batch import Batch
@@ -15,8 +18,13 @@ from shoal.errors import error
 from shoal.lanes.loss import Loss
 from shoal.spec.compression.config import DistilConfig
 from shoal.spec.compression.steps import ShapeStep
+from shoal.tasks.batch_facts import LOSS_FUNCTIONS
 from shoal.tasks.own_loss import logits_of
 from shoal.tasks.task import Task
+
+CLASS_LOSSES = ("CrossEntropyLoss", "NLLLoss")
+"""Losses of classes; torch's other losses are of numbers."""
+Distance = Callable[[Any, Any], Tensor]
 
 
 class WrappedTask(Task):
@@ -43,6 +51,10 @@ class WrappedTask(Task):
 
     def target(self, model: nn.Module, batch: Batch) -> Any:
         return self.inner.target(model, batch)
+
+    @property
+    def needs_predictions(self) -> bool:
+        return self.inner.needs_predictions
 
     @property
     def evaluates_in_one_pass(self) -> bool:
@@ -92,6 +104,7 @@ class DistilledTask(WrappedTask):
         super().__init__(inner)
         self._config = config
         self._teacher = make_teacher().eval().requires_grad_(requires_grad=False)
+        self._distance: Distance | None = None
 
     def to(self, device: torch.device) -> nn.Module:
         self._teacher.to(device)
@@ -101,12 +114,20 @@ class DistilledTask(WrappedTask):
         features = _Features(model, self._config.features)
         taught = _Features(self._teacher, self._config.features.values())
         calls: list[tuple[Any, Any, Any]] = []
-        with features, taught, _noting_calls(model, calls):
-            own = self.inner.loss(model, batch)
+        losses = _LossShapes()
+        with features, taught:
+            with _noting_calls(model, calls), contextlib.nullcontext() if self._distance else losses:
+                own = self.inner.loss(model, batch)
+            if not calls:
+                message = "the task's loss does not call the model, so that there is nothing to compare"
+                raise error("SH402", message, where="distil", fix="Call `model(...)` in the task's loss.")
+            args, named, answer = calls[-1]
             with torch.no_grad():
-                args, named, output = calls[-1]
-                wanted = self._teacher(*args, **named)
-        distance = output_distance(logits_of(output), logits_of(wanted), self._config.temperature)
+                wanted = logits_of(self._teacher(*args, **named))
+        output = logits_of(answer)
+        if self._distance is None:
+            self._distance = _distance_for(losses.found, output, self.inner, self._config.temperature)
+        distance = self._distance(output, wanted)
         for mine, other in self._config.features.items():
             distance = distance + self._config.feature_weight * feature_distance(
                 features.found, mine, taught.found, other
@@ -122,16 +143,36 @@ def _mix(own: Loss, distance: Tensor, weight: float) -> Loss:
     return (1 - weight) * own + weight * distance
 
 
-def output_distance(output: Any, wanted: Any, temperature: float) -> Tensor:
-    """For classes in the last dimension, the Kullback-Leibler divergence of softened probabilities, times the squared
-    temperature; for one number per sample, the squared difference."""
+def output_distance(output: Any, wanted: Any, temperature: float, *, classes: int | None) -> Tensor:
+    """For `classes` in this dimension, the Kullback-Leibler divergence of softened probabilities, times the squared
+    temperature; for other numbers, the squared difference."""
     if not isinstance(output, Tensor) or not isinstance(wanted, Tensor) or output.shape != wanted.shape:
         raise error("SH402", "model and teacher do not return tensors of the same shape", where="distil")
-    if output.dim() < 2 or output.shape[-1] == 1:
+    if classes is None or output.dim() < 2 or output.shape[classes] == 1:
         return F.mse_loss(output, wanted)
-    student = F.log_softmax(output.flatten(0, -2) / temperature, -1)
-    teacher = F.log_softmax(wanted.flatten(0, -2) / temperature, -1)
+    student, teacher = (
+        F.log_softmax(one.movedim(classes, -1).flatten(0, -2) / temperature, -1) for one in (output, wanted)
+    )
     return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
+
+
+def _distance_for(losses: Sequence[tuple[str, torch.Size]], output: Any, task: Task, temperature: float) -> Distance:
+    """What compares outputs, by the losses of torch that the task called on them. SH402 if they do not tell it."""
+    if not isinstance(output, Tensor):
+        raise error("SH402", f"the model returns {type(output).__name__}, not a tensor or logits", where="distil")
+    compare = partial(output_distance, temperature=temperature)
+    given = next((shape for name, shape in losses if name in CLASS_LOSSES), None)
+    if given is None and (losses or task.predicts_classes):
+        return partial(compare, classes=None if losses else -1)
+    if given == output.shape:
+        return partial(compare, classes=min(1, output.dim() - 1))
+    if given is not None and len(given) > 1:  # the task has reshaped the output
+        dimension = next((d for d in (-1, 1) if d < output.dim() and output.shape[d] == given[1]), None)
+        if dimension is not None:
+            return partial(compare, classes=dimension)
+    message = f"the loss does not tell what the model's output {list(output.shape)} is: classes, or numbers"
+    fix = "Let the loss call one of torch's on the output, or set `predicts_classes` if its last dimension has classes."
+    raise error("SH402", message, where="distil", fix=fix)
 
 
 def feature_distance(found: Mapping[str, Tensor], mine: str, taught: Mapping[str, Tensor], other: str) -> Tensor:
@@ -141,6 +182,21 @@ def feature_distance(found: Mapping[str, Tensor], mine: str, taught: Mapping[str
     if a.shape == b.shape:
         return (a - b).square().sum(1).mean()
     return (a @ a.T - b @ b.T).square().mean()
+
+
+class _LossShapes(TorchFunctionMode):
+    """A block in which torch's losses are called on what is trained: their names, and the shapes of the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, torch.Size]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := LOSS_FUNCTIONS.get(func)) is not None:
+            output = args[0] if args else (kwargs or {}).get("input")
+            if isinstance(output, Tensor) and output.requires_grad:
+                self.found.append((name, output.shape))
+        return func(*args, **(kwargs or {}))
 
 
 class _Features:

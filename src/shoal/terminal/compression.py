@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console
 from rich.table import Table
 
-from shoal.spec.compression.measured import CompressionReport, RungReport
+from shoal.spec.compression.measured import CompressionReport, Quality, RungReport
 from shoal.spec.compression.steps import CutStep, LowRankStep
 from shoal.terminal import formatting
 
@@ -37,9 +39,13 @@ def _cells(one: RungReport, gap: str) -> list[str]:
     quality, drop = "", ""
     if one.quality:
         quality = f"{one.quality.value:.4f}"
-        drop = f"{one.quality.drop:+.2%}{gap}≤ {one.quality.drop_bound:.2%}"
+        drop = f"{one.quality.drop:+.2%}{gap}{_at_most(one.quality)}"
     said = ("kept: " if one.kept else "") + one.why
     return [one.name, size, _latency(one, 1, gap), _latency(one, 64, gap), quality, drop, said]
+
+
+def _at_most(quality: Quality) -> str:
+    return f"≤ {quality.drop_bound:.2%}" if math.isfinite(quality.drop_bound) else "no bound"
 
 
 def _latency(one: RungReport, batch: int, gap: str) -> str:
@@ -62,7 +68,7 @@ def _verdict(report: CompressionReport) -> list[str]:
         test = report.test
         lines.append(
             f"Test part, looked at once: {test.metric} {test.value:.4f}, the parent {test.parent:.4f} "
-            f"(drop {test.drop:+.2%}, at most {test.drop_bound:.2%}, {test.samples} samples)."
+            f"(drop {test.drop:+.2%}, {_at_most(test)}, {test.samples} samples)."
         )
     return lines + [f"Note: {note}" for note in report.notes] + _refused(report)
 

@@ -37,6 +37,11 @@ def gpt(vocabulary=200, checkpointing=False, tie=True, dropout=0.1):
     return model
 
 
+def llama(vocabulary=200):
+    config = transformers.LlamaConfig(vocab_size=vocabulary, **SIZES | {"num_attention_heads": 4})
+    return transformers.LlamaForCausalLM(config)
+
+
 def t5(vocabulary=200):
     sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 2}
     config = transformers.T5Config(vocab_size=vocabulary, decoder_start_token_id=0, **sizes)

@@ -160,6 +160,9 @@ def command(job_dir, monkeypatch, capsys):
         (("--target", "size<20%", "--target", "size<10%"), "'size<10%' is not a target"),
         (("--max-drop", "much"), "'much' is not a drop"),
         (("--workers", "none"), "not a number of workers"),
+        (("--replay", "recipe.json", "--lossless"), "--replay takes the steps of the recipe"),
+        (("--replay", "recipe.json", "--target", "size<20%"), "--replay takes the steps of the recipe"),
+        (("--replay", "recipe.json", "--max-drop", "1%"), "--replay takes the steps of the recipe"),
     ],
 )
 def test_bad_words_on_the_command_line(command, job_dir, words, said):

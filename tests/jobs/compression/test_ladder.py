@@ -1,5 +1,7 @@
 """What the ladder decides, from sizes, drops and times that a workshop reports. Real workshops: test_ladder_long.py."""
 
+import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,10 +9,20 @@ import pytest
 
 from shoal.errors import ShoalError, error
 from shoal.jobs.compression.ladder import Ladder
+from shoal.jobs.compression.result import plot_svg
 from shoal.jobs.compression.workshop import Candidate
 from shoal.plan.compression import RUNTIME, best_rungs
 from shoal.spec.compression.config import CompressConfig
-from shoal.spec.compression.measured import Artefact, Latency, Quality, Ratio, RungReport, ShapedModel
+from shoal.spec.compression.measured import (
+    Artefact,
+    Certificate,
+    CompressionReport,
+    Latency,
+    Quality,
+    Ratio,
+    RungReport,
+    ShapedModel,
+)
 from shoal.spec.compression.steps import CutStep, Kept, OnnxStep, PackStep, ZeroStep
 
 SPREAD = 0.02
@@ -25,7 +37,7 @@ class Scripted:
     """A workshop whose models have a thousand parameters. `drop` and `ratio` are functions of a candidate."""
 
     def __init__(self, drop=lambda made: 0.0, ratio=lambda made: 0.5, smallest=SMALLEST):
-        self.job, self.first_steps = SimpleNamespace(shape=None), []
+        self.job, self.first_steps, self.held_out = SimpleNamespace(shape=None), [], ["validation"]
         whole = artefact("safetensors", 4000)
         self.parent = Candidate("parent", whole, whole, parameters=1000)
         self.drop, self.ratio, self.smallest, self.tuned, self.asked = drop, ratio, smallest, [], []
@@ -66,7 +78,9 @@ class Scripted:
     def time(self, models):
         ratios = {"base": 1.0, "eager": 1.0, "made": self.ratio(models["made"])}
         made = {name: Ratio(median=r, low=r - SPREAD / 2, high=r + SPREAD / 2) for name, r in ratios.items()}
-        return [Latency(name=n, seconds={1: r.median}, ratios={1: r, 64: r}) for n, r in made.items()]
+        return [
+            Latency(name=n, seconds={1: r.median}, ratios={1: r, 64: r}, eager={1: r, 64: r}) for n, r in made.items()
+        ]
 
     def layers(self, made):
         return {"0": made.parameters}
@@ -184,6 +198,80 @@ def test_the_bound_decides_and_not_the_mean():
     assert any("it cannot show a drop" in note for note in ladder.notes)
 
 
+def test_five_losses_decide_nothing():
+    """Their mean has no bound, though none of them changed."""
+    ladder, rows = climb(Scripted(smallest=math.inf), steps=["int8"])
+    assert not rows["int8"].kept
+    assert "so few have no bound of their mean" in rows["int8"].why
+    assert any("it cannot show a drop" in note for note in ladder.notes)
+
+
+def proven(workshop, **differences):
+    """Half of the model goes, with a certificate of these differences."""
+    measured = {"difference_float64": 0.0, "difference_points": 0.0, "largest_output": 10.0} | differences
+    facts = {"low": 0.0, "high": 1.0, "samples": 5, "points": 5, "difference_float32": 0.0}
+    certificate = Certificate(claim="proven", **facts, **measured)
+
+    def propose(made, action, name, **how):
+        file = artefact("safetensors", 2000)
+        step = CutStep(layers={"0": Kept(out="0-499")})
+        return replace(made, name=name, weights=file, artefact=file), ShapedModel(steps=[step], certificate=certificate)
+
+    workshop.propose = propose
+    return workshop
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"difference_float64": 1e-4},
+        {"difference_points": 1e-4},
+        {"difference_points": math.nan},
+        {"difference_float64": math.inf},
+        {"largest_output": math.nan},
+    ],
+    ids=str,
+)
+def test_a_proof_that_the_measurement_contradicts_is_not_believed(wrong):
+    ladder, rows = climb(proven(Scripted(), **wrong), steps=["lossless"])
+    assert ladder.chosen is ladder.parent
+    assert rows["lossless"].why.startswith("a proof says that it is equal, and its outputs differ by")
+    ladder, rows = climb(proven(Scripted(), difference_float64=1e-9), steps=["lossless"])
+    assert rows["lossless"].kept
+
+
+def test_a_proof_needs_no_validation_part_and_other_rungs_do():
+    workshop = proven(Scripted())
+    workshop.held_out, workshop.judge = ["test"], None
+    ladder, rows = climb(workshop, steps=["lossless"])
+    assert (rows["lossless"].kept, rows["lossless"].quality) == (True, None)
+    assert ladder.notes == ["the job has no validation part: the quality is not measured, and only a proof counts"]
+
+    def refuse(made):
+        raise error("SH665", "the job has no validation part")
+
+    workshop.judge = refuse
+    with pytest.raises(ShoalError, match="no validation part"):
+        climb(workshop, steps=["lossless", "int8"])
+
+
+@pytest.mark.parametrize("bound", [0.02, math.inf])
+def test_all_points_are_on_the_canvas(bound):
+    """Files that are larger than the parent, and drops without a bound."""
+    rows = [rung("parent", 1.0, 0.0), rung("larger", 3.0, 0.01), rung("smaller", 0.1, -0.01)]
+    quality = rows[1].quality.model_copy(update={"drop_bound": bound})
+    rows[1] = rows[1].model_copy(update={"quality": quality})
+    drawn = plot_svg(
+        CompressionReport(parent="a", parent_sha256="0" * 64, rungs=rows, chosen="parent", targets_met=True)
+    )
+    places = [(float(x), float(y)) for x, y in re.findall(r'cx="(.+?)" cy="(.+?)"', drawn)]
+    ends = [float(y) for y in re.findall(r'y2="(.+?)"', drawn)]
+    assert len(places) == len(ends) == 3
+    assert all(60 <= x <= 540 and 30 <= y <= 380 for x, y in places)
+    assert all(20 <= y <= 380 for y in ends)
+    assert places[2][0] < places[0][0] < places[1][0]
+
+
 def test_importance_and_box_are_those_that_were_asked_for():
     workshop = Scripted()
     climb(workshop, steps=["lossless", "unused", "prune"], importance="zeros", box="features", max_drop=0.01)
@@ -227,14 +315,46 @@ def test_a_latency_must_hold_for_small_and_large_batches(small, large, met):
     def time(models):
         found = {"base": (1.0, 1.0), "eager": (1.0, 1.0), "made": (small, large)}
         return [
-            Latency(name=name, seconds={1: one, 64: many}, ratios={1: exactly(one), 64: exactly(many)})
+            Latency(name=name, seconds={1: one, 64: many}, ratios=ratios, eager=ratios)
             for name, (one, many) in found.items()
+            for ratios in [{1: exactly(one), 64: exactly(many)}]
         ]
 
     workshop.time = time
     ladder, _ = climb(workshop, steps=["int8"], target={"latency": 0.5}, max_drop=0.01)
     assert ladder.chosen.artefact.path == "model.onnx"
     assert ladder.done == met
+
+
+def in_two_runtimes(models):
+    """In onnxruntime the parent takes a quarter of the time, and 8 bits a fifth; a pruned model in torch takes 0.7."""
+    made = models["made"].artefact.path
+    base = 0.25 if models["base"].artefact.path.endswith(".onnx") else 1.0
+    taken = 0.7 if not made.endswith(".onnx") else 0.2 if models["made"].steps[-1].bits == 8 else 0.25
+    times = {"base": base, "eager": 1.0, "made": taken}
+    return [
+        Latency(name=n, seconds={1: s}, ratios={1: exactly(s / base)}, eager={1: exactly(s)}) for n, s in times.items()
+    ]
+
+
+def test_files_of_different_runtimes_are_compared_with_the_same_file():
+    """8 bits are 0.8 of the parent in the same runtime, the pruned model 0.7 of its own: it is slower all the same."""
+    workshop = Scripted(lambda made: 0.1 * (has(made, "cut") and has(made, "onnx")))
+    workshop.time = in_two_runtimes
+    ladder, rows = climb(workshop, steps=["int8", "prune"], max_drop=0.01)
+    assert (ladder.now.name, ladder.now.eager_ratio) == ("int8", {1: 0.2})
+    assert rows["int8"].latency.ratios[1].median == 0.8
+    assert rows["prune 25%, tuned"].why == "smaller and faster than 'parent'; 'int8' stays the best file"
+    assert rows["prune 75%, tuned"].why == "smaller than 'prune 50%, tuned'; 'int8' stays the best file"
+
+
+def test_what_meets_the_targets_is_chosen_before_what_is_faster():
+    """A target counts in the runtime of the file."""
+    workshop = Scripted(lambda made: 0.1 * (has(made, "cut") and has(made, "onnx")))
+    workshop.time = in_two_runtimes
+    ladder, rows = climb(workshop, steps=["int8", "prune"], max_drop=0.01, target={"latency": 0.75})
+    assert (ladder.now.name, ladder.done) == ("prune 25%, tuned", True)
+    assert rows["prune 25%, tuned"].why == "it meets the targets"
 
 
 def exactly(ratio):

@@ -114,6 +114,25 @@ def test_dense_layers_become_products(run, compressed, replayed, fork_server):
 
 
 @pytest.mark.long
+def test_neurons_that_are_seldom_active_go_first(run, compressed, replayed):
+    """Half of them never are: half of the neurons can go and nothing changes."""
+    parent = run(PARENT, steps=200)
+    made = compressed(parent, workers=TWO, steps=["prune"], importance="zeros", **QUICK | {"max_drop": "20%"})
+    rows = {row.name: row for row in made.report.rungs}
+    with torch.no_grad():
+        active = (api.load(parent.paths.root)[0](torch.tensor(load_digits().data).float()) > 0).float().mean(0)
+    seldom = {number for number in range(24) if active[number] < 0.01}
+    assert seldom >= set(range(12))
+    for share, left in ((25, 18), (50, 12)):
+        row = rows[f"prune {share}%, tuned"]
+        assert row.kept, row.why
+        kept = parse_indices(row.steps[0].layers["0"].out)
+        assert len(kept) == left
+        assert set(range(24)) - set(kept) <= seldom
+    replayed(parent, made)
+
+
+@pytest.mark.long
 def test_torchs_encoder_has_products_too(run, compressed, replayed):
     """Its code reads the weights of its layers, and those of its attention are left as they are."""
     parent = run(GPT)

@@ -55,6 +55,26 @@ def test_a_worker_that_is_killed_while_it_measures_is_replaced(run, workshops, j
 
 
 @pytest.mark.long
+def test_a_worker_that_is_killed_while_it_calibrates_is_replaced(run, workshops, job_dir):
+    """The transform of the data kills it: nothing else of the user's code runs there."""
+    transform = {"name": "compressible.py:deadly_transform", "args": {"mark": str(job_dir / "armed")}}
+    parent = run(PARENT | {"data": PARENT["data"] | {"transform": transform}, "lanes": 3, "steps": 10})
+    (workshop,) = workshops(parent, 2)
+    undisturbed = workshop.take(workshop.parent, OnnxStep(bits=8)).artefact.sha256
+    ask = workshop._ask_workers
+
+    def arm_and_ask(kind, action, questions):
+        assert action == "ranges"
+        (job_dir / "armed").touch()
+        return ask(kind, action, questions)
+
+    workshop._ask_workers = arm_and_ask
+    killed = workshop.take(workshop.parent, OnnxStep(bits=8)).artefact.sha256
+    assert not (job_dir / "armed").exists()
+    assert killed == undisturbed
+
+
+@pytest.mark.long
 def test_the_same_ranges_on_one_worker_and_on_several(run, workshops):
     for library in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(library, reason="the extra compress is not installed")

@@ -99,7 +99,7 @@ def replay(request: CompressRequest, recipe: Recipe, *, fork_server: ForkServer 
             artefact=made.artefact,
             size_ratio=share,
             parameters=made.parameters,
-            quality=workshop.judge(made),
+            quality=workshop.judge(made) if "validation" in workshop.held_out else None,
             kept=True,
             why="the same SHA-256 as in the recipe",
         )
@@ -205,13 +205,7 @@ def compressed_name(job: Job) -> str:
 
 def _finish(paths: RunPaths, workshop: Workshop, chosen: Candidate, report: CompressionReport) -> Compressed:
     """The test part is looked at once, here."""
-    if "test" in _parts(workshop):
+    if "test" in workshop.held_out:
         report = report.model_copy(update={"test": workshop.judge(chosen, part="test")})
     report = write_result(paths, workshop, chosen, report)
     return Compressed(paths, report)
-
-
-def _parts(workshop: Workshop) -> list[str]:
-    data = workshop.job.data
-    own = [name for name in ("validation", "test") if getattr(data, name) is not None]
-    return own + [name for name in ("validation", "test") if getattr(data.split, name, None)]

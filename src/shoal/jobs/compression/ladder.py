@@ -11,7 +11,7 @@ from shoal.errors import ErrorGroup, ShoalError
 from shoal.jobs.compression.workshop import Candidate, Show, Workshop
 from shoal.plan.compression import RUNTIME, judge_rung, kept_shares, meets_targets, packed_share, undecidable
 from shoal.spec.compression.config import CompressConfig
-from shoal.spec.compression.measured import Certificate, RungReport
+from shoal.spec.compression.measured import Certificate, Quality, RungReport
 from shoal.spec.compression.steps import (
     FoldStep,
     MaskStep,
@@ -47,15 +47,16 @@ class Ladder:
     @property
     def done(self) -> bool:
         """Whether there is a target, and it is met."""
-        target = self.config.target
-        return (target.size or target.latency) is not None and meets_targets(self.now, target)
+        return self.config.target.is_set and meets_targets(self.now, self.config.target)
 
     def climb(self) -> None:
         """Try the rungs in order until the targets are met."""
-        quality = self.workshop.judge(self.parent)
+        quality = self._judge(self.parent)
         facts = {"quality": quality, "parameters": self.parent.parameters}
         self.rungs[0] = self.now = self._base_row = self.now.model_copy(update=facts)
-        if undecidable(quality, self.config.max_drop):
+        if quality is None:
+            self.notes.append("the job has no validation part: the quality is not measured, and only a proof counts")
+        elif undecidable(quality, self.config.max_drop):
             self.notes.append(
                 f"the validation part has {quality.samples} samples: it cannot show a drop of "
                 f"{self.config.max_drop:.2%} or less, so only proven rungs can be kept"
@@ -274,11 +275,14 @@ class Ladder:
         facts = {"certificate": certificate, "refused": refused or {}}
         row = self._measure(made).model_copy(update=facts)
         kept, why = judge_rung(row, now=self._base_row, config=self.config)
+        is_best, why_best = judge_rung(row, now=self.now, config=self.config)
+        if kept:
+            why = why_best if is_best else f"{why} than '{self._base_row.name}'; '{self.now.name}' stays the best file"
         row = self._add(row.model_copy(update={"kept": kept, "why": why}))
         if not kept:
             return False
         self.base, self._base_row = made, row
-        if judge_rung(row, now=self.now, config=self.config)[0]:
+        if is_best:
             self.chosen, self.now = made, row
         return True
 
@@ -292,15 +296,21 @@ class Ladder:
             artefact=made.artefact,
             size_ratio=self._share(made),
             parameters=made.parameters,
-            quality=self.workshop.judge(made),
+            quality=self._judge(made),
         )
         if made.artefact.path.endswith(".packed"):
             return row
         models = {"base": base, "eager": self.parent, "made": made}
         times = {one.name: one for one in self.workshop.time(models)}
-        eager = {s: times["made"].seconds[s] / v for s, v in times["eager"].seconds.items()}
         latency = times["made"].model_copy(update={"name": base.name})
+        eager = {size: ratio.median for size, ratio in latency.eager.items()}
         return row.model_copy(update={"latency": latency, "eager_ratio": eager})
+
+    def _judge(self, made: Candidate) -> Quality | None:
+        """None if only proofs are asked for, and there is nothing to judge on. SH665 if other rungs are."""
+        if set(self.config.rungs) == {"lossless"} and "validation" not in self.workshop.held_out:
+            return None
+        return self.workshop.judge(made)
 
     def _share(self, made: Candidate) -> float:
         return made.artefact.size_bytes / self.parent.artefact.size_bytes

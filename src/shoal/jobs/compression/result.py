@@ -144,9 +144,11 @@ def plot_svg(report: CompressionReport) -> str:
     """Size against drop: a point per rung with its bound as a line, filled if it was kept; the label has its latency.
     The rungs of the Pareto front are orange and joined."""
     rows = [one for one in report.rungs if one.size_ratio and one.quality]
-    low = min((math.log10(one.size_ratio or 1) for one in rows), default=-1.0)
-    high = max((one.quality.drop_bound for one in rows if one.quality), default=0.01)
-    bottom = min((one.quality.drop for one in rows if one.quality), default=0.0)
+    sizes = [math.log10(one.size_ratio or 1) for one in rows]
+    left, right = min([-0.01, *sizes]), max([0.0, *sizes])
+    drops = [value for one in rows if one.quality for value in (one.quality.drop, one.quality.drop_bound)]
+    drops = [value for value in drops if math.isfinite(value)] or [0.0, 0.01]
+    high, bottom = max(drops), min(drops)
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 420" font-family="sans-serif" font-size="11">',
         '<rect width="760" height="420" fill="white"/>',
@@ -155,8 +157,8 @@ def plot_svg(report: CompressionReport) -> str:
     ]
 
     def place(one: RungReport, value: float) -> tuple[float, float]:
-        x = 60 + 480 * (1 - math.log10(one.size_ratio or 1) / min(low, -0.01))
-        return x, 30 + 350 * (high - value) / max(high - bottom, 1e-9)
+        x = 60 + 480 * (math.log10(one.size_ratio or 1) - left) / (right - left)
+        return x, 30 + 350 * (high - value) / max(high - bottom, 1e-9) if math.isfinite(value) else 20.0
 
     front = best_rungs(rows)
     joined = " ".join(f"{x:.0f},{y:.0f}" for x, y in (place(one, one.quality.drop) for one in front if one.quality))

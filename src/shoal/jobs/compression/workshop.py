@@ -205,6 +205,12 @@ class Workshop:
 
     # ---- measurements ----
 
+    @property
+    def held_out(self) -> list[str]:
+        """The parts of the data that nothing is trained on."""
+        data, names = self.job.data, ("validation", "test")
+        return [name for name in names if getattr(data, name) is not None or getattr(data.split, name, None)]
+
     def judge(self, candidate: Candidate, *, part: str = "validation") -> Quality:
         return self.judge_all([candidate], part=part)[0]
 

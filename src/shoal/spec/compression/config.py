@@ -32,6 +32,10 @@ class TargetConfig(Spec):
     size: Annotated[float, Field(gt=0, lt=1)] | None = None
     latency: Annotated[float, Field(gt=0, lt=1)] | None = None
 
+    @property
+    def is_set(self) -> bool:
+        return self.size is not None or self.latency is not None
+
     @field_validator("size", "latency", mode="before")
     @classmethod
     def _share(cls, value: Any) -> Any:

@@ -57,7 +57,10 @@ class Certificate(Spec):
     `claim` is `proven` (for every input between the smallest and largest values of the training samples, in exact
     arithmetic) or `data` (for the training samples). The differences are the largest absolute differences of outputs
     that were measured: in float64 and float32 on training samples, and in float64 on random points of the box.
+    `largest_output` is the parent's largest absolute output on both.
     """
+
+    model_config = ConfigDict(allow_inf_nan=True)
 
     claim: str
     low: float
@@ -67,6 +70,7 @@ class Certificate(Spec):
     difference_float64: float
     difference_float32: float
     difference_points: float
+    largest_output: float = 1.0
 
 
 class Quality(Spec):
@@ -99,11 +103,12 @@ class Ratio(Spec):
 
 
 class Latency(Spec):
-    """CPU time per call with one thread, as ratios to the first file, by batch size."""
+    """CPU time per call with one thread, by batch size: as ratios to the first file, and to one called `eager`."""
 
     name: str
     seconds: Annotated[dict[PositiveInt, PositiveFloat], Field(min_length=1)]
     ratios: Annotated[dict[PositiveInt, Ratio], Field(min_length=1)]
+    eager: dict[PositiveInt, Ratio] = Field(default_factory=dict)
 
 
 class RungReport(Spec):

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from torch import nn
 
+from shoal.checkpoint.example_inputs import describe_example
 from shoal.checkpoint.export import export_model
 from shoal.compression.bounds import Bounds
 from shoal.compression.groups import Groups, tensors_in
@@ -48,7 +49,7 @@ from shoal.spec.compression.steps import ShapeStep
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths
 from shoal.train.compression.quality import judge
-from shoal.train.compression.subject import Subject, artefact_of, save_weights, single_input
+from shoal.train.compression.subject import Subject, artefact_of, check_own_inputs, save_weights, single_input
 
 PROOF_SAMPLES = 512
 PROOF_POINTS = 2000
@@ -101,6 +102,7 @@ def lossless(subject: Subject, *, file: Any, out: str, claim: str, box: str) -> 
     """Everything that can go without an error: with a proof for a box of inputs, or on the training samples."""
     model_file = _file(file)
     model = subject.model(model_file)
+    check_own_inputs(subject.task(model_file.shape), model, next(subject.train_batches(64)))
     steps: list[Any] = [step for step in [fold_step(model)] if step]
     folded = apply_steps(copy.deepcopy(model), steps)
     bounds = input_box(subject, per_feature=box == "features")
@@ -125,31 +127,42 @@ def _certify(subject: Subject, model: nn.Module, steps: list[Any], box: Bounds, 
     changed = apply_steps(copy.deepcopy(model), steps)
     exact = copy.deepcopy(model).double()
     exact_changed = apply_steps(copy.deepcopy(exact), steps)
-    single, double, samples = 0.0, 0.0, 0
+    single: list[float] = []
+    double: list[tuple[float, float]] = []
+    points: list[tuple[float, float]] = []
+    samples = 0
     for batch in subject.train_batches(PROOF_SAMPLES):
         x = single_input(batch)
-        single = max(single, _difference(model, changed, x))
-        double = max(double, _difference(exact, exact_changed, x.double()))
+        single.append(_difference(model, changed, x)[0])
+        double.append(_difference(exact, exact_changed, x.double()))
         samples += batch.size
     generator = torch.Generator().manual_seed(subject.job.seed)
-    points = 0.0
     for _ in range(PROOF_POINTS // 100):
         share = torch.rand((100, *box.low.shape[1:]), dtype=torch.float64, generator=generator)
-        points = max(points, _difference(exact, exact_changed, box.low + share * (box.high - box.low)))
+        points.append(_difference(exact, exact_changed, box.low + share * (box.high - box.low)))
     return Certificate(
         claim=claim,
         low=float(box.low.min()),
         high=float(box.high.max()),
         samples=samples,
         points=PROOF_POINTS,
-        difference_float64=double,
-        difference_float32=single,
-        difference_points=points,
+        difference_float64=_largest([difference for difference, _ in double]),
+        difference_float32=_largest(single),
+        difference_points=_largest([difference for difference, _ in points]),
+        largest_output=_largest([size for _, size in [*double, *points]]),
     )
 
 
-def _difference(one: nn.Module, other: nn.Module, inputs: torch.Tensor) -> float:
-    return float((one(inputs) - other(inputs)).abs().max())
+def _difference(one: nn.Module, other: nn.Module, inputs: torch.Tensor) -> tuple[float, float]:
+    """The largest absolute difference of the outputs, and the largest absolute output."""
+    outputs, changed = list(tensors_in(one(inputs))), list(tensors_in(other(inputs)))
+    differences = [float((a - b).abs().max()) for a, b in zip(outputs, changed, strict=True)]
+    return _largest(differences), _largest([float(a.abs().max()) for a in outputs])
+
+
+def _largest(values: list[float]) -> float:
+    """NaN if one of them is, which `max` may pass over."""
+    return float(torch.tensor(values, dtype=torch.float64).max())
 
 
 def input_box(subject: Subject, *, per_feature: bool) -> Bounds:
@@ -324,7 +337,7 @@ def _compared(subject: Subject, model: nn.Module, target: Path, file: Any) -> di
     with torch.no_grad():
         (one, inputs), (other, _) = (subject.plain(made, batch.inputs) for made in (model, back))
         pairs = zip(tensors_in(one(*inputs)), tensors_in(other(*inputs)), strict=True)
-        difference = max(float((a - b).abs().max()) for a, b in pairs)
+        difference = _largest([float((a - b).abs().max()) for a, b in pairs])
     return artefact_of(target).model_copy(update={"difference": difference}).model_dump(mode="json")
 
 
@@ -346,7 +359,9 @@ def export(subject: Subject, *, file: Any, out: str, info: dict[str, Any], progr
     content = export_model(
         out,
         model,
-        info=info | Fitted.of(subject.data.train.source).model_info(),
+        info=info
+        | {"example": describe_example(tuple(example.inputs))}
+        | Fitted.of(subject.data.train.source).model_info(),
         example_inputs=tuple(example.inputs),
         program=program,
         emit=note,

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,11 +20,16 @@ from shoal.compression.measure import drop_of
 from shoal.data.batch import Batch
 from shoal.data.batch_loader import evaluation_batches
 from shoal.data.datasets import DatasetSplit
-from shoal.errors import ShoalError, error
+from shoal.errors import error
+from shoal.lanes.replica import Replica
+from shoal.lanes.rng import LaneRng
+from shoal.spec import seeds
 from shoal.spec.compression.measured import ModelFile, Quality
 from shoal.spec.run_paths import write_atomically
+from shoal.tasks.compressed import CompressedTask
+from shoal.tasks.evaluation import Evaluator
 from shoal.tasks.metrics import MetricAccumulator, are_logits, disable_distributed_sync, merge_lanes
-from shoal.tasks.task import Task
+from shoal.tasks.task import PlainTask, Task
 from shoal.tasks.user_errors import wrap_user_errors
 from shoal.train.compression.subject import Subject
 
@@ -66,20 +72,36 @@ def _parent_scores(subject: Subject, parent: ModelFile, split: DatasetSplit, kno
         if len(kept) == len(split.ids):
             return kept
     scores = sample_scores(subject, parent, split)
+    _check_mean(subject, parent, split, fmean(scores))
     write_atomically(known, json.dumps(scores))
     return scores
+
+
+def _check_mean(subject: Subject, parent: ModelFile, split: DatasetSplit, mean: float) -> None:
+    """SH665 if an evaluation as the run makes it gives another value: samples by themselves then tell nothing."""
+    job, task, model = subject.job, subject.task(parent.shape), subject.model(parent)
+    replica = Replica(model, torch.optim.SGD(model.parameters()), task.loss, seed=job.seed)
+    evaluator = Evaluator(
+        task, lanes=job.lane_count, chunk_size=job.evaluate.batch_size or job.batch_size, seed=job.seed
+    )
+    whole = evaluator.evaluate(replica, split).get(job.best.metric, math.nan)
+    if not math.isclose(mean, whole, rel_tol=TOLERANCE, abs_tol=1e-6):
+        message = f"'{job.best.metric}' is {whole:.4g} in batches, and {mean:.4g} if each sample is evaluated by itself"
+        fix = "Let the evaluation of a sample depend on neither the other samples nor random numbers."
+        raise error("SH665", message, where="best.metric", fix=fix)
 
 
 @torch.no_grad()
 def sample_scores(subject: Subject, file: ModelFile, split: DatasetSplit) -> list[float]:
     """The metric of `best` for each sample. SH665 if it is not a mean over samples."""
     job, task, model = subject.job, subject.task(file.shape), subject.model(file)
-    scorer = _Scorer(task, job.best.metric)
+    scorer, rng = _Scorer(task, job.best.metric), LaneRng(torch.device("cpu"))
     chunk = job.evaluate.batch_size or job.batch_size
     count = -(-len(split.ids) // chunk)
-    for _, batch in evaluation_batches(
+    for number, batch in evaluation_batches(
         split.source, split.ids, chunk_size=chunk, chunks=range(count), transform=split.transform, seed=job.seed
     ):
+        rng.seed_all(job.seed, seeds.EVALUATION, number)
         with wrap_user_errors("SH401", f"evaluation of {split.name}"):
             scorer.add(model, batch)
     return scorer.finish()
@@ -90,6 +112,7 @@ class _Scorer:
 
     def __init__(self, task: Task, metric: str) -> None:
         self._task, self._metric = task, metric
+        self._is_plain = type(task.inner if isinstance(task, CompressedTask) else task) is PlainTask
         self._scores: list[float] = []
         self._labels: list[float] = []
         self._one: MetricAccumulator | None = None
@@ -99,12 +122,18 @@ class _Scorer:
     def add(self, model: nn.Module, batch: Batch) -> None:
         if self._all is not None and self._counts_hits(batch):
             loss, output = self._task.evaluate(model, batch)
+            batch = replace(batch, target=self._task.target(model, batch))
             self._all.update(loss, output, batch)
             self._scores += (output.argmax(1) == batch.target).double().tolist()
             return
         for sample, runner in self._singles(model, batch):
-            loss, output = self._task.evaluate(runner, sample)
-            self._update(loss, output, sample)
+            if self._task.carries:
+                self._task.carry = {}
+            if self._task.needs_predictions:
+                loss, output = self._task.evaluate(runner, sample)
+            else:
+                loss, output = self._task.loss(runner, sample), None
+            self._update(loss, output, replace(sample, target=self._task.target(model, sample)))
 
     def finish(self) -> list[float]:
         assert self._all is not None
@@ -131,11 +160,11 @@ class _Scorer:
         return metric.ignore_index is None and self._flat and _is_flat(batch.target)
 
     def _singles(self, model: nn.Module, batch: Batch) -> Iterator[tuple[Batch, nn.Module]]:
-        """Each sample with a module that gives its output: kept from the run of the whole batch if that is possible."""
+        """Each sample with a module that gives its output: kept from the run of the whole batch, if the task is known
+        to call the model once with exactly the inputs. A user's own task may do anything with the model."""
         output = None
-        if not any(isinstance(value, dict) for value in batch.inputs):
-            with contextlib.suppress(TypeError, ShoalError):  # the user's task may call the model in another way
-                output = model(*batch.inputs)
+        if self._is_plain and not any(isinstance(value, dict) for value in batch.inputs):
+            output = model(*batch.inputs)
         kept = isinstance(output, Tensor) and output.dim() > 0 and len(output) == batch.size
         for index, sample in enumerate(batch.chunk(batch.size)):
             yield sample, _Kept(output[index : index + 1]) if kept and output is not None else model

@@ -123,6 +123,28 @@ class Subject:
         return train.transform(batch) if train.transform else batch
 
 
+def check_own_inputs(task: Task, model: nn.Module, batch: Batch) -> None:
+    """SH662 if the task gives the model anything else than the batch's inputs: their bounds are not those of the
+    model's inputs then."""
+    calls: list[Any] = []
+    hook = model.register_forward_pre_hook(lambda _, args, named: calls.append((args, named)), with_kwargs=True)
+    try:
+        with torch.no_grad(), wrap_user_errors("SH401", "the task"):
+            if task.needs_predictions:
+                task.evaluate(model, batch)
+            else:
+                task.loss(model, batch)
+    finally:
+        hook.remove()
+    wanted = single_input(batch)
+    if not calls or any(named or len(args) != 1 or not _equal(args[0], wanted) for args, named in calls):
+        raise error("SH662", "the task does not give the model the inputs of the batch as they are", where="lossless")
+
+
+def _equal(value: Any, wanted: Tensor) -> bool:
+    return isinstance(value, Tensor) and torch.equal(value, wanted)
+
+
 def save_weights(state: Mapping[str, Tensor], target: Path) -> Artefact:
     with atomic_replace(target) as temporary, temporary.open("wb") as file:
         file.writelines(encode_blob({k: v.contiguous() for k, v in state.items()}, metadata={"format": "pt"}).chunks)
