@@ -59,11 +59,12 @@ class FixedCluster:
 
     def __init__(self, cores):
         self.nodes = {"here": cores}
+        self.memory_bytes = {}
         self.changed = False
         self.placed = {}
 
     def capacity(self):
-        return CoreCapacity(dict(self.nodes))
+        return CoreCapacity(dict(self.nodes), memory_bytes=self.memory_bytes)
 
     def has_changed(self):
         changed, self.changed = self.changed, False
@@ -161,6 +162,18 @@ def test_a_user_at_the_quota_leaves_the_other_cores_to_the_next_user(store, job,
     assert sum(entry.attempts for entry in store.entries() if entry.user == "ann") == 1
     served.stop("down")
     tick_until(served, served.tick)
+
+
+def test_jobs_with_more_memory_than_any_machine_keep_nobody_waiting_and_say_so(store, job, serve):
+    store.submit([job(name="large", limits={"memory": "1100 GB"})] * 13, user="ann", priority=5)
+    (bob,) = store.submit([job(name="bob", steps=5)], user="bob")
+    served = serve()
+    served._cluster.memory_bytes = {"here": 8 * 10**9}
+    tick_until(served, lambda: store.get(bob.id).has_ended)
+    assert store.get(bob.id).state == "finished"
+    assert {entry.reason for entry in store.entries() if entry.id != bob.id} == {
+        "It waits: no machine has the 1 core and 1100.0 GB of memory that a worker needs."
+    }
 
 
 def test_a_dead_daemons_run_is_resumed_and_not_started_again(store, paths, job, serve, fork_server):

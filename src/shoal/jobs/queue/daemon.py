@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 from shoal.errors import ShoalError, describe_exception, error
@@ -41,6 +42,8 @@ PUT_BACK = {
 FINAL = ("SH606", "SH614", "SH636", "SH660", "SH662", "SH664", "SH665", "SH668", "SH669")
 """Errors of the work itself, among those of runs: another attempt would end in the same way."""
 TRIED_FIRST = "a job that ended early before is tried first, or it is such a job and the others come first"
+MAX_MISFITS_TOLD = 100
+"""So many jobs are told that they do not fit any machine: the file is written for each."""
 Settle = Callable[[QueueEntry], QueueEntry]
 Prepare = Callable[[Job], Job]
 
@@ -226,7 +229,8 @@ class QueueDaemon:
         running = [self._entries[number] for number in self._attempts]
         ready = order.runnable(self._entries)
         cluster = replace(self._cluster.capacity(), quotas=self._store.quotas())
-        window = order.window(ready, cores=cluster.cores, quotas=cluster.quotas)
+        found = order.window(ready, cluster)
+        window = found.entries
         facts = {entry.id: self._facts(entry, now_s) for entry in [*running, *window]}
         shares = self._policy.divide(now_s, running, window, cluster=cluster, facts=facts)
         for entry in running:
@@ -236,14 +240,13 @@ class QueueDaemon:
                 self._start(entry, share, ready)
         runs = {number: self._entries[number].run for number in self._attempts}
         self._cluster.place({run: shares[number].nodes for number, run in runs.items() if number in shares})
-        self._say_why([*running, *window], shares)
+        self._say_why({entry.id: shares[entry.id] for entry in [*running, *window] if entry.id in shares}, found.misfits)
 
-    def _say_why(self, entries: list[QueueEntry], shares: Mapping[int, Share]) -> None:
-        said = {}
-        for entry in entries:
-            if share := shares.get(entry.id):
-                blocked = share.workers and entry.id not in self._attempts
-                said[entry.id] = TRIED_FIRST if blocked else share.why
+    def _say_why(self, shares: Mapping[int, Share], misfits: Mapping[int, str]) -> None:
+        said = dict(islice(misfits.items(), MAX_MISFITS_TOLD))
+        for number, share in shares.items():
+            blocked = share.workers and number not in self._attempts
+            said[number] = TRIED_FIRST if blocked else share.why
         present = self._entries
         changed = {
             n: why for n, why in said.items() if why != present[n].reason and present[n].state in ("waiting", "running")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 
 from shoal.plan.queueing.entry import QueueEntry
-from shoal.plan.queueing.shares import CoreCapacity, JobFacts, Share
+from shoal.plan.queueing.shares import CoreCapacity, JobFacts, Share, exceeds
 from shoal.plan.scheduling import JobView, MeasuredSpeed, NodeView, SchedulingPolicy
 from shoal.plan.scheduling.decision import Decision
 from shoal.plan.scheduling.views import NodeId
@@ -62,7 +62,7 @@ class ElasticShares:
         for entry in entries:
             placed = tuple(decision.allocation.get(str(entry.id), ()))
             self._placed[entry.id] = placed
-            workers = entry.needs.least if placed and exceeds(entry, cluster) else len(placed)
+            workers = entry.needs.least if placed and exceeds(entry.needs, cluster) else len(placed)
             shares[entry.id] = Share(workers, decision.why(str(entry.id)), placed)
         return shares
 
@@ -83,7 +83,7 @@ class ElasticShares:
             slots=needs.cores_per_worker,
             memory_bytes=needs.memory_bytes * needs.copies,
         )
-        if exceeds(entry, cluster):  # it gets the whole cluster, as one worker of that size
+        if exceeds(entry.needs, cluster):  # it gets the whole cluster, as one worker of that size
             return replace(view, least=1, most=1, gang=1, slots=max(cluster.nodes.values(), default=1))
         return view
 
@@ -96,15 +96,9 @@ class ElasticShares:
 
     def _present(self, entry: QueueEntry, cluster: CoreCapacity) -> tuple[NodeId, ...]:
         placed = self._placed.get(entry.id, ())
-        if exceeds(entry, cluster) or len(placed) == entry.workers:
+        if exceeds(entry.needs, cluster) or len(placed) == entry.workers:
             return placed
         return tuple(islice(cycle(cluster.nodes), entry.workers))
-
-
-def exceeds(entry: QueueEntry, cluster: CoreCapacity) -> bool:
-    """Whether even the least workers of a job need more cores than there are. They then share cores, as with
-    `shoal run`."""
-    return entry.needs.least * entry.needs.cores_per_worker > cluster.cores
 
 
 def _differs(known: Mapping[tuple[int, int], float], new: Mapping[tuple[int, int], float]) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from shoal.plan.queueing.entry import QueueEntry
+from shoal.plan.queueing.shares import CoreCapacity, misfit
 
 MAX_OVERTAKEN = 20
 """Starts of later jobs of higher priority after which a job goes before them all."""
@@ -28,23 +31,36 @@ def runnable(entries: Mapping[int, QueueEntry]) -> list[QueueEntry]:
     return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
 
 
-def window(ready: Sequence[QueueEntry], *, cores: int, quotas: Mapping[str, int]) -> list[QueueEntry]:
-    """The first jobs of this order that a decision is about: more than could start now.
+@dataclass(frozen=True)
+class Window:
+    """The jobs that a decision is about. `misfits`: why those that were passed by would not fit even an empty
+    cluster."""
+
+    entries: list[QueueEntry]
+    misfits: dict[int, str] = field(default_factory=dict)
+
+
+def window(ready: Iterable[QueueEntry], cluster: CoreCapacity) -> Window:
+    """The first jobs of this order that could start, more of them than there is room for.
 
     A user with a quota has at most one more of them than cores, and one that the quota does not let start at all. So
-    jobs that wait for a quota do not hide those behind them, which could use the cores.
+    jobs that wait for a quota, or for machines that are not there, do not hide those behind them.
     """
-    found: list[QueueEntry] = []
+    found = Window([])
     counts: Counter[tuple[str, bool]] = Counter()
+    why = lru_cache(maxsize=None)(lambda needs: misfit(needs, cluster))
     for entry in ready:
-        if len(found) >= 2 * cores + 8:
+        if len(found.entries) >= 2 * cluster.cores + 8:
             break
-        if (quota := quotas.get(entry.user)) is not None:
+        if reason := why(entry.needs):
+            found.misfits[entry.id] = reason
+            continue
+        if (quota := cluster.quotas.get(entry.user)) is not None:
             fits = entry.needs.least * entry.needs.cores_per_worker <= quota
             counts[entry.user, fits] += 1
             if counts[entry.user, fits] > (quota + 1 if fits else 1):
                 continue
-        found.append(entry)
+        found.entries.append(entry)
     return found
 
 

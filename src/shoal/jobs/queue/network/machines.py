@@ -64,7 +64,8 @@ class MachinePool:
         with self._changed:
             here = [one for one in self._machines.values() if not one.leaving]
             return CoreCapacity(
-                {one.name: one.cores for one in here}, memory_bytes={one.name: one.memory_bytes for one in here}
+                {one.name: one.cores for one in here},
+                memory_bytes={one.name: one.memory_bytes for one in here if one.memory_bytes},  # 0: unknown
             )
 
     def has_changed(self) -> bool:
