@@ -233,6 +233,20 @@ def test_a_job_whose_workers_die_again_and_again_is_held_and_the_rest_goes_on(st
     assert "SH6" in store.get(1).reason
 
 
+def test_a_job_that_lives_long_but_never_makes_a_step_is_held_and_the_rest_goes_on(store, job, serve):
+    """On a clock on which every attempt outlives its first seconds."""
+    bad = job(name="bad", elastic={"restarts": 0}, watchers=[{"name": "faults.py:KillAtEveryStep"}])
+    store.submit([bad, job(steps=5)], user="ann")
+    fruitless = transitions.MAX_FRUITLESS - 2
+    store.apply(1, lambda entry: entry.model_copy(update={"fruitless": fruitless}))
+    tick_until(serve(clock=lambda: 300 * time.monotonic()), all_ended(store))
+    assert [entry.state for entry in store.entries()] == ["held", "finished"]
+    assert "10 attempts in a row made no new step" in store.get(1).reason
+    said = [row.reason for row in store.history(1) if row.state == "waiting" and row.reason]
+    assert said[-1].startswith("9 attempts in a row made no new step, so it will be resumed after 300 s: SH6")
+    assert store.apply(1, transitions.release).fruitless == 0
+
+
 @pytest.mark.long
 def test_a_worker_above_its_memory_ends_only_its_own_job_and_what_the_limits_mean_is_told(store, paths, job, serve):
     """Without cgroups its allocation fails, and so does the job; with them the kernel kills it, and the job is held."""

@@ -19,7 +19,7 @@ from shoal.jobs.queue.daemon_lock import daemon_lock, is_served, take_lease
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import QueueStore
 from shoal.jobs.run_dir import list_runs
-from shoal.plan.queueing.transitions import MAX_EARLY_DEATHS
+from shoal.plan.queueing.transitions import MAX_FRUITLESS
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
 from tests.jobs.fault_injection import time_limit
@@ -121,7 +121,7 @@ def test_a_daemon_of_another_machine_that_stands_still_is_replaced(store, paths,
 
 def test_the_guard_starts_a_killed_daemon_again_but_not_for_ever():
     assert background.restart_after(-9, 1)
-    assert background.restart_after(1, MAX_EARLY_DEATHS), "a bug counts like a kill: the job that causes it is held"
+    assert background.restart_after(1, MAX_FRUITLESS), "a bug counts like a kill: the job that causes it is held"
     assert not background.restart_after(-9, 100)
     assert not background.restart_after(0, 1)
     assert not background.restart_after(6, 1), "an error that it told would come again"
