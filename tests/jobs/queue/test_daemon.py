@@ -388,7 +388,7 @@ def test_a_job_that_is_cancelled_in_the_moment_of_its_start_is_not_started(store
     served = serve()
     entry = store.get(1)
     store.apply(1, transitions.request_cancel)  # the daemon has not read it yet
-    served._start(entry, Share(1), [entry])
+    served._start(entry, Share(1))
     assert not served._attempts
     assert list(paths.runs.glob("mlp-*")) == []
     tick_until(served, all_ended(store))

@@ -52,7 +52,7 @@ class World:
         self.drivers[claimed.run] = self.epoch
         self.starts.setdefault(entry.id, set()).add(claimed.run)
         self.put(claimed)
-        for number in order.overtaken_by(entry, ready):
+        for number in order.overtaken_by(entry, ready, {one.id for one in ready}):
             if number != entry.id:
                 other = self.entries[number]
                 self.put(other.model_copy(update={"overtaken": other.overtaken + 1}))

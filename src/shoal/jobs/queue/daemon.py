@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -157,6 +158,10 @@ class QueueDaemon:
         self._refresh()  # also the entries that come after it
         return entry
 
+    def _apply_all(self, changes: Mapping[int, Settle]) -> None:
+        self._store.apply_all(changes, epoch=self._epoch)
+        self._refresh()
+
     def _beat(self, now_s: float) -> None:
         if now_s < self._next_beat_s:
             return
@@ -231,7 +236,9 @@ class QueueDaemon:
             self._adjust(entry, shares.get(entry.id))
         for entry in window:
             if (share := shares.get(entry.id)) and share.workers and self._may_start(entry, ready):
-                self._start(entry, share, ready)
+                self._start(entry, share)
+        able = order.only_want_room(ready, running=running, quotas=cluster.quotas, misfits=found.misfits)
+        self._count_overtaken(ready, able - {number for number, share in shares.items() if share.workers})
         runs = {number: self._entries[number].run for number in self._attempts}
         self._cluster.place({run: shares[number].nodes for number, run in runs.items() if number in shares})
         self._say_why({entry.id: shares[entry.id] for entry in [*running, *window] if entry.id in shares}, found.misfits)
@@ -249,8 +256,7 @@ class QueueDaemon:
             n: why for n, why in said.items() if why != present[n].reason and present[n].state in ("waiting", "running")
         }
         if changed:
-            self._store.set_reasons(changed, epoch=self._epoch)
-            self._refresh()
+            self._apply_all({number: partial(transitions.say, why=why) for number, why in changed.items()})
 
     def _facts(self, entry: QueueEntry, now_s: float) -> JobFacts:
         attempt = self._attempts.get(entry.id)
@@ -297,7 +303,14 @@ class QueueDaemon:
         running = [self._entries[number] for number in self._attempts]
         return order.may_start(entry, running=running, ready=[self._entries[one.id] for one in ready])
 
-    def _start(self, entry: QueueEntry, share: Share, ready: list[QueueEntry]) -> None:
+    def _count_overtaken(self, ready: list[QueueEntry], could_start: set[int]) -> None:
+        """`could_start`: those that could have started instead of the ones that did."""
+        started = [entry for entry in ready if self._entries[entry.id].attempts > entry.attempts]
+        passed = Counter(number for one in started for number in order.overtaken_by(one, ready, could_start))
+        if passed:
+            self._apply_all({number: partial(transitions.overtake, times=times) for number, times in passed.items()})
+
+    def _start(self, entry: QueueEntry, share: Share) -> None:
         """Claim the job, then start it. Its directory is known to the queue before there is a run in it: whoever is
         killed in between leaves at most an empty directory."""
         runs = self._store.paths.runs
@@ -308,8 +321,6 @@ class QueueDaemon:
             if not entry.run:
                 paths.root.rmdir()
             return
-        for number in order.overtaken_by(entry, ready):
-            self._apply(number, lambda one: one.model_copy(update={"overtaken": one.overtaken + 1}))
         if paths.job.is_file() and (ended := KINDS[entry.kind].ended(paths)):  # a daemon died before it told the queue
             self._apply(entry.id, settle_result(ended, self._epoch))
             return

@@ -137,14 +137,13 @@ class QueueStore:
 
     # ---- for the daemon ----
 
-    def set_reasons(self, reasons: Mapping[int, str], *, epoch: int) -> None:
-        """Say why jobs wait, or have as many workers as they have."""
+    def apply_all(self, changes: Mapping[int, Callable[[QueueEntry], QueueEntry]], *, epoch: int) -> None:
+        """Change several entries by transitions, in one transaction."""
         with self._transaction():
             self._require_lease(epoch)
-            for number, why in reasons.items():
+            for number, change in changes.items():
                 entry = self.get(number)
-                if entry.state in ("waiting", "running"):
-                    self._write(entry, entry.model_copy(update={"reason": why}))
+                self._write(entry, change(entry))
 
     def has_changed(self) -> bool:
         """Whether another process has changed the queue since the last call."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -11,24 +12,35 @@ from shoal.plan.queueing.entry import QueueEntry
 from shoal.plan.queueing.shares import CoreCapacity, misfit
 
 MAX_OVERTAKEN = 20
-"""Starts of later jobs of higher priority after which a job goes before them all."""
+"""Starts of jobs behind it, or of later ones of higher priority, after which a job goes before them all."""
 
 
 def runnable(entries: Mapping[int, QueueEntry]) -> list[QueueEntry]:
     """The waiting jobs that nothing but room keeps from starting, the next one first.
 
-    Order: jobs that were overtaken too often, then higher priority, then the user with fewer jobs before this one
-    (running, or earlier in this order), then the earlier submission. So a user with 10,000 jobs does not keep out the
-    others, and no priority keeps out a job for ever.
+    Order: jobs that were overtaken too often, the earliest first; then higher priority, then the user with fewer jobs
+    before this one (running, or earlier in this order), then the user whose jobs ran longer ago, then the earlier
+    submission. So a user with 10,000 jobs does not keep out the others, and nothing keeps out a job for ever.
     """
     ready = [e for e in entries.values() if e.state == "waiting" and not unfinished_predecessors(e, entries)]
     ready.sort(key=lambda e: e.id)
     turns = Counter(e.user for e in entries.values() if e.state == "running")
+    last = _last_served(entries)
     keyed = []
     for entry in ready:
-        keyed.append(((entry.overtaken < MAX_OVERTAKEN, -entry.priority, turns[entry.user], entry.id), entry))
+        place = (-entry.priority, turns[entry.user], last.get(entry.user, 0))
+        keyed.append(((True, *place, entry.id) if entry.overtaken < MAX_OVERTAKEN else (False, 0, 0, 0, entry.id), entry))
         turns[entry.user] += 1
     return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def _last_served(entries: Mapping[int, QueueEntry]) -> dict[str, int]:
+    """By user: the newest change of a job that runs or has run. Changes are counted, so no clock matters."""
+    found: dict[str, int] = {}
+    for entry in entries.values():
+        if entry.attempts and entry.state != "waiting":
+            found[entry.user] = max(entry.change, found.get(entry.user, 0))
+    return found
 
 
 @dataclass(frozen=True)
@@ -83,14 +95,46 @@ def may_start(entry: QueueEntry, *, running: Sequence[QueueEntry], ready: Sequen
     return bool(entry.attempts) or not any(one.early_deaths for one in ready)
 
 
-def overtaken_by(started: QueueEntry, ready: Sequence[QueueEntry]) -> list[int]:
-    """The jobs that count one more start before theirs: of each lower priority, the earliest submission. Every job is
-    the earliest of its priority at some time, so each gets its turn."""
-    passed: dict[int, int] = {}
+def overtaken_by(started: QueueEntry, ready: Iterable[QueueEntry], could_start: Container[int]) -> list[int]:
+    """The jobs that count one more start before theirs, of those that could have started instead.
+
+    These are the ones before it in this order, and earlier submissions of lower priority; of each user and priority
+    only the first. Every job is the first at some time, so each gets its turn.
+    """
+    passed: dict[tuple[str, int], int] = {}
+    is_before = True
     for entry in ready:
-        if entry.id < started.id and entry.priority < started.priority:
-            passed[entry.priority] = min(entry.id, passed.get(entry.priority, entry.id))
+        if entry.id == started.id:
+            is_before = False
+        elif is_before or (entry.id < started.id and entry.priority < started.priority):
+            if entry.id in could_start:
+                passed.setdefault((entry.user, entry.priority), entry.id)
     return sorted(passed.values())
+
+
+def only_want_room(
+    ready: Iterable[QueueEntry],
+    *,
+    running: Iterable[QueueEntry],
+    quotas: Mapping[str, int],
+    misfits: Container[int],
+) -> set[int]:
+    """The ready jobs that neither a quota nor the size of the machines keeps waiting."""
+    fitting = [entry for entry in ready if entry.id not in misfits]
+    return {entry.id for entry in fitting} - over_quota([*running, *fitting], quotas)
+
+
+def over_quota(entries: Iterable[QueueEntry], quotas: Mapping[str, int]) -> set[int]:
+    """The jobs that the quota of their user keeps waiting, if these get their least workers in this order."""
+    used: Counter[str] = Counter()
+    found = set()
+    for entry in entries:
+        least = entry.needs.least * entry.needs.cores_per_worker
+        if used[entry.user] + least > quotas.get(entry.user, math.inf):
+            found.add(entry.id)
+        else:
+            used[entry.user] += least
+    return found
 
 
 def explain(entry: QueueEntry, entries: Mapping[int, QueueEntry], *, served: bool, before: Mapping[int, int]) -> str:

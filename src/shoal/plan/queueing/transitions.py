@@ -62,6 +62,16 @@ def resize(entry: QueueEntry, *, epoch: int, workers: int, why: str = "") -> Que
     return _change(entry, workers=workers, reason=why)
 
 
+def say(entry: QueueEntry, *, why: str) -> QueueEntry:
+    """Why a job waits, or has as many workers as it has."""
+    return _change(entry, reason=why) if entry.state in ("waiting", "running") else entry
+
+
+def overtake(entry: QueueEntry, *, times: int) -> QueueEntry:
+    """So many others have started before the job, which stood before them."""
+    return _change(entry, overtaken=entry.overtaken + times)
+
+
 def finish(entry: QueueEntry, *, epoch: int) -> QueueEntry:
     _require(entry, epoch)
     return _end(entry, "finished", "")
