@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from shoal.plan.queueing.transitions import MAX_FRUITLESS
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
 from tests.jobs.fault_injection import time_limit
+from tests.jobs.queue.test_network import wait_for
 
 ROOT = Path(__file__).parents[3]
 WHERE = """
@@ -117,6 +119,19 @@ def test_a_daemon_of_another_machine_that_stands_still_is_replaced(store, paths,
     with daemon_lock(paths):
         assert take_lease(store).epoch == 2
     assert now[0] >= 30
+
+
+def test_down_also_ends_a_daemon_that_takes_over_while_it_waits(store, paths):
+    """The lock is taken first, then the lease, which begins without the request to end."""
+    with time_limit(30), ThreadPoolExecutor() as pool, daemon_lock(paths):
+        store.change_lease(lambda old: old.taken(holder="killed", pid=7))
+        asked = pool.submit(client.down, paths.runs)
+        for _ in range(2):
+            wait_for(store.lease, lambda lease: lease.stop_requested)
+            store.change_lease(lambda old: old.taken(holder="next", pid=8))
+        wait_for(store.lease, lambda lease: lease.stop_requested)
+        store.release_lease_if_idle(3, is_idle=lambda: True)
+    assert asked.result()
 
 
 def test_the_guard_starts_a_killed_daemon_again_but_not_for_ever():
