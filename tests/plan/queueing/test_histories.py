@@ -218,7 +218,9 @@ def test_only_a_step_forgets_attempts_without_one(attempts):
     """Nothing that ended in good order counts."""
     entry, fruitless, early = QueueEntry(id=1), 0, 0
     for outlives, steps, in_order in attempts:
-        entry = attempt(entry, outlives=outlives, steps=steps, end=transitions.put_back if in_order else transitions.die)
+        entry = attempt(
+            entry, outlives=outlives, steps=steps, end=transitions.put_back if in_order else transitions.die
+        )
         fruitless = 0 if steps else fruitless + (not in_order)
         early = 0 if steps or outlives else early + (not in_order)
         is_held = fruitless == transitions.MAX_FRUITLESS or early == transitions.MAX_EARLY_DEATHS

@@ -95,8 +95,9 @@ TOO_LARGE = {
     JobNeeds(cores=3): "a worker needs 3 cores, and no machine has more than 2",
     JobNeeds(least=3, most=3, memory_bytes=3 * 10**9): "the machines have room for 2 of its 3 workers, with 1 core and "
     "3.0 GB of memory for each",
-    JobNeeds(least=2, most=2, copies=2, memory_bytes=2 * 10**9): "the machines have room for 1 of its 2 workers, with 2 "
-    "cores and 4.0 GB of memory for each",
+    JobNeeds(
+        least=2, most=2, copies=2, memory_bytes=2 * 10**9
+    ): "the machines have room for 1 of its 2 workers, with 2 cores and 4.0 GB of memory for each",
     JobNeeds(least=5, most=5, memory_bytes=6 * 10**9): "no machine has the 2 cores and 6.0 GB of memory that a worker "
     "needs",
 }
@@ -109,7 +110,7 @@ def test_jobs_that_no_machine_can_take_do_not_hide_those_behind_them(needs):
     cluster = CoreCapacity({"one": 2, "two": 2}, memory_bytes={"one": 5 * 10**9, "two": 3 * 10**9})
     found = order.window([*many, last], cluster)
     assert [entry.id for entry in found.entries] == [50]
-    assert found.misfits == {n: f"It waits: {TOO_LARGE[needs]}." for n in range(1, 50)}
+    assert found.misfits == dict.fromkeys(range(1, 50), f"It waits: {TOO_LARGE[needs]}.")
     assert order.window(many, CoreCapacity({})).misfits[1] == "It waits: there is no machine."
 
 

@@ -80,6 +80,7 @@ def guard(paths: QueuePaths) -> int:
 
 
 def restart_after(code: int, early_deaths: int) -> bool:
-    """Whether a daemon is started again. Jobs that kill it are held after MAX_FRUITLESS at most; then it must still live."""
+    """Whether a daemon is started again. A job that kills it is held after MAX_FRUITLESS times; then it must still
+    live."""
     killed_or_bug = code < 0 or code == 1
     return killed_or_bug and early_deaths <= 2 * MAX_FRUITLESS

@@ -241,7 +241,9 @@ class QueueDaemon:
         self._count_overtaken(ready, able - {number for number, share in shares.items() if share.workers})
         runs = {number: self._entries[number].run for number in self._attempts}
         self._cluster.place({run: shares[number].nodes for number, run in runs.items() if number in shares})
-        self._say_why({entry.id: shares[entry.id] for entry in [*running, *window] if entry.id in shares}, found.misfits)
+        self._say_why(
+            {entry.id: shares[entry.id] for entry in [*running, *window] if entry.id in shares}, found.misfits
+        )
 
     def _pauses(self, entry: QueueEntry, now_s: float) -> bool:
         return now_s < self._ended_s.get(entry.id, self._began_s) + transitions.pause_s(entry)

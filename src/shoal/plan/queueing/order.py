@@ -29,7 +29,9 @@ def runnable(entries: Mapping[int, QueueEntry]) -> list[QueueEntry]:
     keyed = []
     for entry in ready:
         place = (-entry.priority, turns[entry.user], last.get(entry.user, 0))
-        keyed.append(((True, *place, entry.id) if entry.overtaken < MAX_OVERTAKEN else (False, 0, 0, 0, entry.id), entry))
+        keyed.append(
+            ((True, *place, entry.id) if entry.overtaken < MAX_OVERTAKEN else (False, 0, 0, 0, entry.id), entry)
+        )
         turns[entry.user] += 1
     return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
 
@@ -104,11 +106,10 @@ def overtaken_by(started: QueueEntry, ready: Iterable[QueueEntry], could_start: 
     passed: dict[tuple[str, int], int] = {}
     is_before = True
     for entry in ready:
-        if entry.id == started.id:
-            is_before = False
-        elif is_before or (entry.id < started.id and entry.priority < started.priority):
-            if entry.id in could_start:
-                passed.setdefault((entry.user, entry.priority), entry.id)
+        is_before &= entry.id != started.id
+        is_earlier = entry.id < started.id and entry.priority < started.priority
+        if (is_before or is_earlier) and entry.id in could_start:
+            passed.setdefault((entry.user, entry.priority), entry.id)
     return sorted(passed.values())
 
 
