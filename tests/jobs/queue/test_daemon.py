@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from shoal.jobs.queue import client, daemon
 from shoal.jobs.queue.daemon import QueueDaemon
 from shoal.jobs.queue.queue_store import QueueStore
 from shoal.jobs.run_executor import open_executor
-from shoal.plan.queueing import transitions
+from shoal.plan.queueing import order, transitions
 from shoal.plan.queueing.elastic_shares import ElasticShares
 from shoal.plan.queueing.shares import CoreCapacity, FirstComeFirstServed, Share
 from shoal.spec.receipt import read_receipt_file
@@ -162,6 +163,17 @@ def test_a_user_at_the_quota_leaves_the_other_cores_to_the_next_user(store, job,
     assert sum(entry.attempts for entry in store.entries() if entry.user == "ann") == 1
     served.stop("down")
     tick_until(served, served.tick)
+
+
+@pytest.mark.parametrize("make_policy", [ElasticShares, FirstComeFirstServed])
+def test_overtaking_starts_are_counted_and_who_was_overtaken_often_goes_first(store, job, serve, make_policy):
+    (bob,) = store.submit([job(steps=2)], user="bob")
+    store.submit([job(steps=2)] * 2, user="ann", priority=5)
+    store.apply(bob.id, partial(transitions.overtake, times=order.MAX_OVERTAKEN - 1))
+    tick_until(serve(make_policy(), cores=1), all_ended(store))
+    starts = [row.id for row in store.history() if row.state == "running"]
+    assert list(dict.fromkeys(starts)) == [2, bob.id, 3], "the first may have to make room for bob"
+    assert store.get(bob.id).overtaken == order.MAX_OVERTAKEN
 
 
 def test_jobs_with_more_memory_than_any_machine_keep_nobody_waiting_and_say_so(store, job, serve):

@@ -237,8 +237,11 @@ class QueueDaemon:
         for entry in window:
             if (share := shares.get(entry.id)) and share.workers and self._may_start(entry, ready):
                 self._start(entry, share)
-        able = order.only_want_room(ready, running=running, quotas=cluster.quotas, misfits=found.misfits)
-        self._count_overtaken(ready, able - {number for number, share in shares.items() if share.workers})
+        if started := [entry for entry in window if self._entries[entry.id].attempts > entry.attempts]:
+            able = order.only_want_room(ready, running=running, quotas=cluster.quotas, misfits=found.misfits)
+            could_start = able - {number for number, share in shares.items() if share.workers}
+            passed = Counter(n for one in started for n in order.overtaken_by(one, ready, could_start))
+            self._apply_all({n: partial(transitions.overtake, times=times) for n, times in passed.items()})
         runs = {number: self._entries[number].run for number in self._attempts}
         self._cluster.place({run: shares[number].nodes for number, run in runs.items() if number in shares})
         self._say_why(
@@ -304,13 +307,6 @@ class QueueDaemon:
     def _may_start(self, entry: QueueEntry, ready: list[QueueEntry]) -> bool:
         running = [self._entries[number] for number in self._attempts]
         return order.may_start(entry, running=running, ready=[self._entries[one.id] for one in ready])
-
-    def _count_overtaken(self, ready: list[QueueEntry], could_start: set[int]) -> None:
-        """`could_start`: those that could have started instead of the ones that did."""
-        started = [entry for entry in ready if self._entries[entry.id].attempts > entry.attempts]
-        passed = Counter(number for one in started for number in order.overtaken_by(one, ready, could_start))
-        if passed:
-            self._apply_all({number: partial(transitions.overtake, times=times) for number, times in passed.items()})
 
     def _start(self, entry: QueueEntry, share: Share) -> None:
         """Claim the job, then start it. Its directory is known to the queue before there is a run in it: whoever is
