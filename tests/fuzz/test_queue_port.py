@@ -51,7 +51,9 @@ class Served:
         self.job = make_job(copy.deepcopy(MLP), base_dir=str(base_dir))
         self.code = pack_code(base_dir, root)
         RemoteQueue(self.addresses["ann"]).submit(self.job)  # its directory is there from now on
-        hello = OfferHello(key=name_of_key(self.addresses["box"].key), machine="box", cores=2, memory_bytes=1 << 30)
+        hello = OfferHello(
+            key=name_of_key(self.addresses["box"].key), instance="0" * 32, machine="box", cores=2, memory_bytes=1 << 30
+        )
         self.machine = self.addresses["box"].connect(encode(hello))
         while not self.server.pool.capacity().nodes:
             self.ping()
@@ -123,7 +125,7 @@ def attacks(draw, served):
     hello = {"kind": "user", "key": key}
     if role == "machine":
         name = draw(st.sampled_from(["box", "other"]))
-        hello = {"kind": "offer", "key": key, "machine": name, "cores": 1, "memory_bytes": 1}
+        hello = {"kind": "offer", "key": key, "instance": "1" * 32, "machine": name, "cores": 1, "memory_bytes": 1}
     if draw(st.integers(0, 3)) == 0:
         hello = draw(mutated(hello, at_most=1)) | {"key": key}
     if role == "machine":

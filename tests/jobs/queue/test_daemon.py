@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from shoal.jobs.queue import client, daemon
 from shoal.jobs.queue.daemon import QueueDaemon
 from shoal.jobs.queue.queue_store import QueueStore
 from shoal.jobs.run_executor import open_executor
-from shoal.plan.queueing import transitions
+from shoal.plan.queueing import order, transitions
 from shoal.plan.queueing.elastic_shares import ElasticShares
 from shoal.plan.queueing.shares import CoreCapacity, FirstComeFirstServed, Share
 from shoal.spec.receipt import read_receipt_file
@@ -59,11 +60,12 @@ class FixedCluster:
 
     def __init__(self, cores):
         self.nodes = {"here": cores}
+        self.memory_bytes = {}
         self.changed = False
         self.placed = {}
 
     def capacity(self):
-        return CoreCapacity(dict(self.nodes))
+        return CoreCapacity(dict(self.nodes), memory_bytes=self.memory_bytes)
 
     def has_changed(self):
         changed, self.changed = self.changed, False
@@ -163,6 +165,29 @@ def test_a_user_at_the_quota_leaves_the_other_cores_to_the_next_user(store, job,
     tick_until(served, served.tick)
 
 
+@pytest.mark.parametrize("make_policy", [ElasticShares, FirstComeFirstServed])
+def test_overtaking_starts_are_counted_and_who_was_overtaken_often_goes_first(store, job, serve, make_policy):
+    (bob,) = store.submit([job(steps=2)], user="bob")
+    store.submit([job(steps=2)] * 2, user="ann", priority=5)
+    store.apply(bob.id, partial(transitions.overtake, times=order.MAX_OVERTAKEN - 1))
+    tick_until(serve(make_policy(), cores=1), all_ended(store))
+    starts = [row.id for row in store.history() if row.state == "running"]
+    assert list(dict.fromkeys(starts)) == [2, bob.id, 3], "the first may have to make room for bob"
+    assert store.get(bob.id).overtaken == order.MAX_OVERTAKEN
+
+
+def test_jobs_with_more_memory_than_any_machine_keep_nobody_waiting_and_say_so(store, job, serve):
+    store.submit([job(name="large", limits={"memory": "1100 GB"})] * 13, user="ann", priority=5)
+    (bob,) = store.submit([job(name="bob", steps=5)], user="bob")
+    served = serve()
+    served._cluster.memory_bytes = {"here": 8 * 10**9}
+    tick_until(served, lambda: store.get(bob.id).has_ended)
+    assert store.get(bob.id).state == "finished"
+    assert {entry.reason for entry in store.entries() if entry.id != bob.id} == {
+        "It waits: no machine has the 1 core and 1100.0 GB of memory that a worker needs."
+    }
+
+
 def test_a_dead_daemons_run_is_resumed_and_not_started_again(store, paths, job, serve, fork_server):
     made = job(steps=150, workers="1..2")
     alone = run_executor.run(made, runs=paths.runs.parent / "alone", fork_server=fork_server)
@@ -218,6 +243,20 @@ def test_a_job_whose_workers_die_again_and_again_is_held_and_the_rest_goes_on(st
     assert store.get(1).attempts <= transitions.MAX_EARLY_DEATHS + 1, "the first may have made a new step"
     assert "3 attempts in a row" in store.get(1).reason
     assert "SH6" in store.get(1).reason
+
+
+def test_a_job_that_lives_long_but_never_makes_a_step_is_held_and_the_rest_goes_on(store, job, serve):
+    """On a clock on which every attempt outlives its first seconds."""
+    bad = job(name="bad", elastic={"restarts": 0}, watchers=[{"name": "faults.py:KillAtEveryStep"}])
+    store.submit([bad, job(steps=5)], user="ann")
+    fruitless = transitions.MAX_FRUITLESS - 2
+    store.apply(1, lambda entry: entry.model_copy(update={"fruitless": fruitless}))
+    tick_until(serve(clock=lambda: 300 * time.monotonic()), all_ended(store))
+    assert [entry.state for entry in store.entries()] == ["held", "finished"]
+    assert "10 attempts in a row made no new step" in store.get(1).reason
+    said = [row.reason for row in store.history(1) if row.state == "waiting" and row.reason]
+    assert said[-1].startswith("9 attempts in a row made no new step, so it will be resumed after 300 s: SH6")
+    assert store.apply(1, transitions.release).fruitless == 0
 
 
 @pytest.mark.long
@@ -361,7 +400,7 @@ def test_a_job_that_is_cancelled_in_the_moment_of_its_start_is_not_started(store
     served = serve()
     entry = store.get(1)
     store.apply(1, transitions.request_cancel)  # the daemon has not read it yet
-    served._start(entry, Share(1), [entry])
+    served._start(entry, Share(1))
     assert not served._attempts
     assert list(paths.runs.glob("mlp-*")) == []
     tick_until(served, all_ended(store))

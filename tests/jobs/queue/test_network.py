@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +19,9 @@ from shoal.errors import ShoalError
 from shoal.jobs import run_executor
 from shoal.jobs.queue import client
 from shoal.jobs.queue.access_tokens import TOKENS_FILE, TokenFile, name_of_key
-from shoal.jobs.queue.network import frames, server
+from shoal.jobs.queue.network import frames, offer, server
 from shoal.jobs.queue.network.machines import AgentChannel, Machine, MachinePool
-from shoal.jobs.queue.network.messages import ANSWER, QueueHello, encode
+from shoal.jobs.queue.network.messages import ANSWER, OfferHello, QueueHello, encode
 from shoal.jobs.queue.network.remote_queue import QueueAddress, RemoteQueue
 from shoal.jobs.queue.network.server import QueueServer
 from shoal.jobs.queue.queue_file import QueuePaths
@@ -166,9 +168,9 @@ def test_a_number_that_no_job_can_have_is_no_job(served, paths, job, number):
 # ---- which machine ----
 
 
-def machine(pool, name, cores, told=None, owner="box"):
+def machine(pool, name, cores, told=None, owner="box", instance=""):
     told = [] if told is None else told
-    made = Machine(name, owner, cores, 2**30, tell=told.append, leave=lambda: None)
+    made = Machine(name, owner, cores, 2**30, tell=told.append, leave=lambda: None, instance=instance)
     assert pool.join(made)
     return made
 
@@ -223,6 +225,46 @@ def test_machines_that_come_and_go_are_events_and_a_name_belongs_to_its_token():
     pool.part(again)
     pool.part(first)
     assert pool.capacity().nodes == {}
+
+
+def test_another_live_machine_of_the_same_name_is_refused_and_evicts_nobody():
+    pool = MachinePool()
+    first = machine(pool, "a", 2, instance="1")
+    channel = opened(pool, "one")
+    other = Machine("a", "box", 4, 0, tell=lambda message: None, leave=lambda: None, instance="2")
+    assert not pool.join(other)
+    assert channel in first.channels
+    again = machine(pool, "a", 2, instance="1")
+    assert channel not in first.channels, "its connection was broken, and it came again"
+    pool.part(again)
+    assert pool.join(other)
+
+
+def test_the_second_offer_of_a_name_ends_with_the_reason_and_the_first_goes_on(served, paths, monkeypatch):
+    monkeypatch.setattr(offer, "GIVE_UP_S", 0.0)
+    box = address(served, paths, "boxes", "machine")
+    said, asked = [], []
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(offering(box, said).run, asked)
+        wait_for(lambda: said, bool)
+        assert code_of(offering(box, []).run, []) == "SH659"
+        assert served.pool.capacity().nodes == {"box": 2}
+        asked.append("terminated")
+        assert first.result() == 0
+    assert said[0] == "offers 2 cores as box"
+    assert "the queue is gone" not in said
+
+
+def offering(address, said):
+    key, instance = name_of_key(address.key), secrets.token_hex(16)
+    hello = OfferHello(key=key, instance=instance, machine="box", cores=2, memory_bytes=0)
+    return offer._Offer(address, hello, None, said.append)
+
+
+@pytest.mark.parametrize("name", ["my box", "-x", "é", "a" * 64])
+def test_a_name_that_no_machine_can_have_is_a_bad_command_line(served, paths, name):
+    box = address(served, paths, "boxes", "machine")
+    assert code_of(offer.offer, box, cores=1, machine=name, show=print) == "SH609"
 
 
 # ---- real processes ----

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -19,10 +20,11 @@ from shoal.jobs.queue.daemon_lock import daemon_lock, is_served, take_lease
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import QueueStore
 from shoal.jobs.run_dir import list_runs
-from shoal.plan.queueing.transitions import MAX_EARLY_DEATHS
+from shoal.plan.queueing.transitions import MAX_FRUITLESS
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
 from tests.jobs.fault_injection import time_limit
+from tests.jobs.queue.test_network import wait_for
 
 ROOT = Path(__file__).parents[3]
 WHERE = """
@@ -119,9 +121,22 @@ def test_a_daemon_of_another_machine_that_stands_still_is_replaced(store, paths,
     assert now[0] >= 30
 
 
+def test_down_also_ends_a_daemon_that_takes_over_while_it_waits(store, paths):
+    """The lock is taken first, then the lease, which begins without the request to end."""
+    with time_limit(30), ThreadPoolExecutor() as pool, daemon_lock(paths):
+        store.change_lease(lambda old: old.taken(holder="killed", pid=7))
+        asked = pool.submit(client.down, paths.runs)
+        for _ in range(2):
+            wait_for(store.lease, lambda lease: lease.stop_requested)
+            store.change_lease(lambda old: old.taken(holder="next", pid=8))
+        wait_for(store.lease, lambda lease: lease.stop_requested)
+        store.release_lease_if_idle(3, is_idle=lambda: True)
+    assert asked.result()
+
+
 def test_the_guard_starts_a_killed_daemon_again_but_not_for_ever():
     assert background.restart_after(-9, 1)
-    assert background.restart_after(1, MAX_EARLY_DEATHS), "a bug counts like a kill: the job that causes it is held"
+    assert background.restart_after(1, MAX_FRUITLESS), "a bug counts like a kill: the job that causes it is held"
     assert not background.restart_after(-9, 100)
     assert not background.restart_after(0, 1)
     assert not background.restart_after(6, 1), "an error that it told would come again"

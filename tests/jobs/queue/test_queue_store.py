@@ -24,6 +24,7 @@ from shoal.jobs.queue.queue_store import QueueStore
 from shoal.jobs.remote.code_archive import pack_code
 from shoal.plan.queueing import transitions
 from shoal.plan.queueing.speed import Measured
+from shoal.plan.queueing.work import TRAINING
 from shoal.spec.load import save_job
 
 MOUNTS = """\
@@ -82,6 +83,17 @@ def test_jobs_that_come_after_follow_at_any_depth(store, job):
     assert [store.get(n).state for n in (1, 2, 3)] == ["cancelled"] * 3
     (late,) = store.submit([job()], user="a", after=[3])
     assert late.state == "cancelled"
+
+
+def test_a_chain_of_2000_jobs_follows_its_first_one(store, job):
+    length, made = 2000, job()
+    store.submit([made], user="a")
+    with store._transaction():  # one for all: each alone waits for the disk
+        for before in range(1, length):
+            store._insert(made, TRAINING, user="a", priority=0, after=(before,))
+    store.apply(1, transitions.request_cancel)
+    assert {entry.state for entry in store.entries()} == {"cancelled"}
+    assert store.get(length).reason == f"job {length - 1}, which it comes after, was cancelled"
 
 
 def test_an_unknown_predecessor_is_refused_and_nothing_is_added(store, job):

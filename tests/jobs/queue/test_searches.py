@@ -94,6 +94,7 @@ def test_a_queue_of_the_first_version_is_brought_to_the_present_one(paths, job):
         (entry,) = store.submit([job()], user="ann")
     with contextlib.closing(sqlite3.connect(paths.file)) as old:
         old.execute("ALTER TABLE job DROP COLUMN kind")
+        old.execute("ALTER TABLE job DROP COLUMN fruitless")
         old.execute("ALTER TABLE job_file DROP COLUMN work")
         old.execute("DROP TABLE planned_speed")
         old.execute("PRAGMA user_version=1")

@@ -11,8 +11,8 @@ from shoal.plan.queueing.entry import QueueEntry
 
 SLOTS = 3
 OPERATIONS = (
-    "submit", "submit", "submit", "decide", "decide", "decide", "prove", "finish", "finish", "fail", "die", "stop",
-    "kill daemon", "end daemon", "cancel", "release", "stale",
+    "submit", "submit", "submit", "decide", "decide", "decide", "prove", "progress", "finish", "finish", "fail", "die",
+    "stop", "kill daemon", "end daemon", "cancel", "release", "stale",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ class World:
         self.drivers[claimed.run] = self.epoch
         self.starts.setdefault(entry.id, set()).add(claimed.run)
         self.put(claimed)
-        for number in order.overtaken_by(entry, ready):
+        for number in order.overtaken_by(entry, ready, {one.id for one in ready}):
             if number != entry.id:
                 other = self.entries[number]
                 self.put(other.model_copy(update={"overtaken": other.overtaken + 1}))
@@ -112,8 +112,8 @@ def act(world: World, what: str, draw) -> None:
 
 def act_on(world: World, what: str, entry: QueueEntry) -> None:
     epoch = world.epoch
-    if what == "prove":
-        world.put(transitions.prove(entry, epoch=epoch))
+    if what in ("prove", "progress"):
+        world.put(getattr(transitions, what)(entry, epoch=epoch))
     elif what == "finish":
         world.end(entry, transitions.finish(entry, epoch=epoch))
     elif what == "stale":
@@ -191,6 +191,42 @@ def test_jobs_that_kill_the_daemon_are_held_and_all_others_finish(poisonous, out
     assert held == world.poison
     assert all(entry.attempts == transitions.MAX_EARLY_DEATHS for entry in world.entries.values() if entry.id in held)
     assert sorted(world.finished) == [n for n in world.entries if n not in world.poison]
+
+
+def attempt(entry, *, outlives=True, steps=0, end=transitions.die):
+    entry = transitions.claim(entry, epoch=1, run="run")
+    entry = transitions.prove(entry, epoch=1) if outlives else entry
+    entry = transitions.progress(entry, epoch=1) if steps else entry
+    return end(entry, epoch=1, why="it died")
+
+
+def test_a_job_that_dies_late_and_never_makes_a_step_waits_ever_longer_and_is_held():
+    entry, pauses = QueueEntry(id=1), []
+    while entry.state == "waiting":
+        pauses.append(transitions.pause_s(entry))
+        entry = attempt(entry)
+    assert pauses == [0, 0, 0, 5, 10, 20, 40, 80, 160, 300]
+    assert (entry.state, entry.attempts, entry.reason) == (
+        "held",
+        transitions.MAX_FRUITLESS,
+        "10 attempts in a row made no new step; the last: it died",
+    )
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=60))
+def test_only_a_step_forgets_attempts_without_one(attempts):
+    """Nothing that ended in good order counts."""
+    entry, fruitless, early = QueueEntry(id=1), 0, 0
+    for outlives, steps, in_order in attempts:
+        entry = attempt(
+            entry, outlives=outlives, steps=steps, end=transitions.put_back if in_order else transitions.die
+        )
+        fruitless = 0 if steps else fruitless + (not in_order)
+        early = 0 if steps or outlives else early + (not in_order)
+        is_held = fruitless == transitions.MAX_FRUITLESS or early == transitions.MAX_EARLY_DEATHS
+        assert (entry.state, entry.fruitless) == ("held" if is_held else "waiting", fruitless)
+        if is_held:
+            entry, fruitless, early = transitions.release(entry), 0, 0
 
 
 @settings(max_examples=50, deadline=None)

@@ -85,9 +85,47 @@ def test_jobs_that_wait_for_a_quota_do_not_hide_those_behind_them():
     many = [QueueEntry(id=n, user="ann", priority=5) for n in range(1, 100)]
     large = [QueueEntry(id=n, user="ann", priority=5, needs=JobNeeds(least=3, most=3)) for n in range(100, 200)]
     last = QueueEntry(id=200, user="bob")
-    found = order.window([*large, *many, last], cores=4, quotas={"ann": 2})
+    found = order.window([*large, *many, last], CoreCapacity({"here": 4}, {"ann": 2})).entries
     assert [entry.id for entry in found] == [100, 1, 2, 3, 200]
-    assert len(order.window(many, cores=4, quotas={})) == 2 * 4 + 8
+    assert len(order.window(many, CoreCapacity({"here": 4})).entries) == 2 * 4 + 8
+
+
+TOO_LARGE = {
+    JobNeeds(memory_bytes=1 << 40): "no machine has the 1 core and 1099.5 GB of memory that a worker needs",
+    JobNeeds(cores=3): "a worker needs 3 cores, and no machine has more than 2",
+    JobNeeds(least=3, most=3, memory_bytes=3 * 10**9): "the machines have room for 2 of its 3 workers, with 1 core and "
+    "3.0 GB of memory for each",
+    JobNeeds(
+        least=2, most=2, copies=2, memory_bytes=2 * 10**9
+    ): "the machines have room for 1 of its 2 workers, with 2 cores and 4.0 GB of memory for each",
+    JobNeeds(least=5, most=5, memory_bytes=6 * 10**9): "no machine has the 2 cores and 6.0 GB of memory that a worker "
+    "needs",
+}
+
+
+@pytest.mark.parametrize("needs", TOO_LARGE)
+def test_jobs_that_no_machine_can_take_do_not_hide_those_behind_them(needs):
+    many = [QueueEntry(id=n, needs=needs) for n in range(1, 50)]
+    last = QueueEntry(id=50)
+    cluster = CoreCapacity({"one": 2, "two": 2}, memory_bytes={"one": 5 * 10**9, "two": 3 * 10**9})
+    found = order.window([*many, last], cluster)
+    assert [entry.id for entry in found.entries] == [50]
+    assert found.misfits == dict.fromkeys(range(1, 50), f"It waits: {TOO_LARGE[needs]}.")
+    assert order.window(many, CoreCapacity({})).misfits[1] == "It waits: there is no machine."
+
+
+@settings(max_examples=200, deadline=None)
+@given(needs(), st.integers(0, 3), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=3))
+def test_a_job_that_may_be_decided_about_gets_workers_when_nobody_else_is_there(needs, memory, machines):
+    """A memory of 0 is unknown, or no limit."""
+    needs = needs.model_copy(update={"memory_bytes": memory})
+    cluster = CoreCapacity(
+        {f"m{n}": cores for n, (cores, _) in enumerate(machines)},
+        memory_bytes={f"m{n}": bytes_ for n, (_, bytes_) in enumerate(machines) if bytes_},
+    )
+    found = order.window([QueueEntry(id=1, needs=needs)], cluster)
+    shares = ElasticShares().divide(0.0, [], [QueueEntry(id=1, needs=needs)], cluster=cluster, facts={1: JobFacts()})
+    assert bool(found.entries) == bool(shares[1].workers), (found, shares)
 
 
 def test_speed_is_measured_for_each_number_of_workers_without_the_pause_of_a_change():

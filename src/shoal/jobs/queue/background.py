@@ -14,7 +14,7 @@ from shoal.errors import EXIT_OK, error
 from shoal.jobs.queue.daemon_lock import is_served
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import QueueStore
-from shoal.plan.queueing.transitions import MAX_EARLY_DEATHS
+from shoal.plan.queueing.transitions import MAX_FRUITLESS
 
 IDLE_S = 60.0
 """Seconds after which a background daemon with nothing to do ends."""
@@ -80,6 +80,7 @@ def guard(paths: QueuePaths) -> int:
 
 
 def restart_after(code: int, early_deaths: int) -> bool:
-    """Whether a daemon is started again. Jobs that kill it are held after MAX_EARLY_DEATHS; then it must still live."""
+    """Whether a daemon is started again. A job that kills it is held after MAX_FRUITLESS times; then it must still
+    live."""
     killed_or_bug = code < 0 or code == 1
-    return killed_or_bug and early_deaths <= 2 * MAX_EARLY_DEATHS
+    return killed_or_bug and early_deaths <= 2 * MAX_FRUITLESS

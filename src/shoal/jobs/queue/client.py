@@ -147,14 +147,16 @@ def keep_planned_speeds(runs: Path, job: Job, speeds: Mapping[int, float]) -> st
 
 
 def down(runs: Path) -> bool:
-    """Let the daemon save and stop all runs, and wait until it has ended. Returns whether there was one."""
+    """Let the daemon save and stop all runs, and wait until none serves the queue: one that takes over meanwhile is
+    asked too. Returns whether there was one."""
     paths = QueuePaths.of(runs)
     if not is_served(paths):
         return False
     with QueueStore(paths, create=False) as store:
-        store.change_lease(lambda old: old.model_copy(update={"stop_requested": True}))
-    while is_served(paths):
-        time.sleep(POLL_S)
+        while is_served(paths):
+            if not store.lease().stop_requested:  # a daemon that takes the lease begins without the request
+                store.change_lease(lambda old: old.model_copy(update={"stop_requested": True}))
+            time.sleep(POLL_S)
     return True
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
-from shoal.errors import ShoalError, describe_exception, error
+from shoal.errors import ShoalError, error
 from shoal.events import Event, RunState
 from shoal.jobs import run_dir
 from shoal.jobs.compression.shrink_legs import last_leg
 from shoal.jobs.coroutines import TICK_S
+from shoal.jobs.queue.attempt_end import Settle, settle, settle_error, settle_result
 from shoal.jobs.queue.entry_kinds import KINDS, Assignment, Watch
 from shoal.jobs.queue.queue_store import QueueStore
 from shoal.jobs.run_executor import RunExecutor, RunHandle
-from shoal.jobs.run_result import RunResult
 from shoal.plan.queueing import order, transitions
 from shoal.plan.queueing.entry import QueueEntry
 from shoal.plan.queueing.lease import BEAT_S, Lease
@@ -31,17 +32,9 @@ from shoal.spec.run_paths import RunPaths
 DECIDE_S = 5.0
 """Seconds after which shares are decided again although nothing happened: speeds become known."""
 IDLE_TICK_S = 0.2
-PUT_BACK = {
-    "terminated": "the daemon was ended",
-    "interrupted": "the daemon was ended",
-    "down": "the daemon was ended by `shoal down`",
-    "preempted": "others had to go first",
-}
-"""Reasons for which the daemon itself stops a run. The next turn resumes it."""
-FINAL = ("SH606", "SH614", "SH636", "SH660", "SH662", "SH664", "SH665", "SH668", "SH669")
-"""Errors of the work itself, among those of runs: another attempt would end in the same way."""
 TRIED_FIRST = "a job that ended early before is tried first, or it is such a job and the others come first"
-Settle = Callable[[QueueEntry], QueueEntry]
+MAX_MISFITS_TOLD = 100
+"""So many jobs are told that they do not fit any machine: the file is written for each."""
 Prepare = Callable[[Job], Job]
 
 
@@ -111,7 +104,8 @@ class QueueDaemon:
         self._planned_speeds: dict[str, dict[int, float]] = {}
         self._stopping = ""
         self._next_beat_s = self._next_decision_s = 0.0
-        self._busy_at_s = clock()
+        self._ended_s: dict[int, float] = {}
+        self._began_s = self._busy_at_s = clock()
 
     def start(self) -> None:
         """Take stock: jobs whose daemon died wait to be resumed, or are held."""
@@ -164,6 +158,10 @@ class QueueDaemon:
         self._refresh()  # also the entries that come after it
         return entry
 
+    def _apply_all(self, changes: Mapping[int, Settle]) -> None:
+        self._store.apply_all(changes, epoch=self._epoch)
+        self._refresh()
+
     def _beat(self, now_s: float) -> None:
         if now_s < self._next_beat_s:
             return
@@ -188,11 +186,14 @@ class QueueDaemon:
         return not any(entry.state in ("waiting", "running") for entry in self._entries.values())
 
     def _prove(self, now_s: float) -> None:
-        """Attempts that have made a new step or outlived the first seconds count as good."""
+        """Beside attempts that have made a new step, or outlived the first seconds, others may start."""
         for number, attempt in self._attempts.items():
-            is_good = attempt.progressed or now_s - attempt.began_s >= transitions.PROVEN_S
-            if is_good and not self._entries[number].proven:
+            entry = self._entries[number]
+            if attempt.progressed and (entry.fruitless or not entry.proven):
+                self._apply(number, partial(transitions.progress, epoch=self._epoch))
+            elif now_s - attempt.began_s >= transitions.PROVEN_S and not entry.proven:
                 self._apply(number, partial(transitions.prove, epoch=self._epoch))
+            if self._entries[number].proven and not entry.proven:
                 self._next_decision_s = now_s  # another job that ended early may start now
 
     # ---- the end of attempts ----
@@ -206,6 +207,7 @@ class QueueDaemon:
                 self._apply(number, settle(attempt.handle, epoch=self._epoch))
                 self._served_s[number] = self._served_s.get(number, 0.0) + self._clock() - attempt.began_s
                 self._left[number] = _steps_left(attempt.run_state)
+                self._ended_s[number] = self._clock()
                 self._next_decision_s = self._clock()
 
     def _stop_unwanted(self) -> None:
@@ -224,33 +226,42 @@ class QueueDaemon:
 
     def _decide(self, now_s: float) -> None:
         running = [self._entries[number] for number in self._attempts]
-        ready = order.runnable(self._entries)
+        ready = [entry for entry in order.runnable(self._entries) if not self._pauses(entry, now_s)]
         cluster = replace(self._cluster.capacity(), quotas=self._store.quotas())
-        window = order.window(ready, cores=cluster.cores, quotas=cluster.quotas)
+        found = order.window(ready, cluster)
+        window = found.entries
         facts = {entry.id: self._facts(entry, now_s) for entry in [*running, *window]}
         shares = self._policy.divide(now_s, running, window, cluster=cluster, facts=facts)
         for entry in running:
             self._adjust(entry, shares.get(entry.id))
         for entry in window:
             if (share := shares.get(entry.id)) and share.workers and self._may_start(entry, ready):
-                self._start(entry, share, ready)
+                self._start(entry, share)
+        if started := [entry for entry in window if self._entries[entry.id].attempts > entry.attempts]:
+            able = order.only_want_room(ready, running=running, quotas=cluster.quotas, misfits=found.misfits)
+            could_start = able - {number for number, share in shares.items() if share.workers}
+            passed = Counter(n for one in started for n in order.overtaken_by(one, ready, could_start))
+            self._apply_all({n: partial(transitions.overtake, times=times) for n, times in passed.items()})
         runs = {number: self._entries[number].run for number in self._attempts}
         self._cluster.place({run: shares[number].nodes for number, run in runs.items() if number in shares})
-        self._say_why([*running, *window], shares)
+        self._say_why(
+            {entry.id: shares[entry.id] for entry in [*running, *window] if entry.id in shares}, found.misfits
+        )
 
-    def _say_why(self, entries: list[QueueEntry], shares: Mapping[int, Share]) -> None:
-        said = {}
-        for entry in entries:
-            if share := shares.get(entry.id):
-                blocked = share.workers and entry.id not in self._attempts
-                said[entry.id] = TRIED_FIRST if blocked else share.why
+    def _pauses(self, entry: QueueEntry, now_s: float) -> bool:
+        return now_s < self._ended_s.get(entry.id, self._began_s) + transitions.pause_s(entry)
+
+    def _say_why(self, shares: Mapping[int, Share], misfits: Mapping[int, str]) -> None:
+        said = dict(islice(misfits.items(), MAX_MISFITS_TOLD))
+        for number, share in shares.items():
+            blocked = share.workers and number not in self._attempts
+            said[number] = TRIED_FIRST if blocked else share.why
         present = self._entries
         changed = {
             n: why for n, why in said.items() if why != present[n].reason and present[n].state in ("waiting", "running")
         }
         if changed:
-            self._store.set_reasons(changed, epoch=self._epoch)
-            self._refresh()
+            self._apply_all({number: partial(transitions.say, why=why) for number, why in changed.items()})
 
     def _facts(self, entry: QueueEntry, now_s: float) -> JobFacts:
         attempt = self._attempts.get(entry.id)
@@ -297,7 +308,7 @@ class QueueDaemon:
         running = [self._entries[number] for number in self._attempts]
         return order.may_start(entry, running=running, ready=[self._entries[one.id] for one in ready])
 
-    def _start(self, entry: QueueEntry, share: Share, ready: list[QueueEntry]) -> None:
+    def _start(self, entry: QueueEntry, share: Share) -> None:
         """Claim the job, then start it. Its directory is known to the queue before there is a run in it: whoever is
         killed in between leaves at most an empty directory."""
         runs = self._store.paths.runs
@@ -308,10 +319,8 @@ class QueueDaemon:
             if not entry.run:
                 paths.root.rmdir()
             return
-        for number in order.overtaken_by(entry, ready):
-            self._apply(number, lambda one: one.model_copy(update={"overtaken": one.overtaken + 1}))
         if paths.job.is_file() and (ended := KINDS[entry.kind].ended(paths)):  # a daemon died before it told the queue
-            self._apply(entry.id, _settle_result(ended, self._epoch))
+            self._apply(entry.id, settle_result(ended, self._epoch))
             return
         try:
             attempt = self._begin(entry, paths)
@@ -358,34 +367,3 @@ def _steps_left(state: RunState | None) -> float | None:
 
 def _speed_key(entry: QueueEntry) -> str:
     return entry.needs.speed_key or entry.sha256
-
-
-def settle(handle: RunHandle, *, epoch: int) -> Settle:
-    """What the end of an attempt means for its entry."""
-    try:
-        result = handle.result()
-    except CancelledError:  # stopped while it was planned
-        return partial(transitions.put_back, epoch=epoch, why="it had not begun")
-    except ShoalError as failure:
-        return settle_error(failure, epoch=epoch)
-    except Exception as failure:
-        return partial(transitions.fail, epoch=epoch, why=f"a bug in Shoal: {describe_exception(failure)}")
-    return _settle_result(result, epoch)
-
-
-def _settle_result(result: RunResult, epoch: int) -> Settle:
-    failure = result.deciding.error
-    if result.status == "finished":
-        return partial(transitions.finish, epoch=epoch)
-    if failure is not None:
-        return settle_error(failure, epoch=epoch)
-    if result.status in PUT_BACK:
-        return partial(transitions.put_back, epoch=epoch, why=PUT_BACK[result.status])
-    return partial(transitions.stop, epoch=epoch, why=f"its run was {result.status}")
-
-
-def settle_error(failure: ShoalError, *, epoch: int) -> Settle:
-    """Faults of the job, its data and its code come again with every attempt. Those of processes and disks may not."""
-    why = f"{failure.code}: {failure.message}"
-    passing = failure.code in ("SH503", "SH510") or (failure.code.startswith("SH6") and failure.code not in FINAL)
-    return partial(transitions.die if passing else transitions.fail, epoch=epoch, why=why)

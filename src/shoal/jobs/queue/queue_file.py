@@ -16,7 +16,7 @@ from shoal.jobs.run_dir import check_runs
 from shoal.spec.private_file import PRIVATE_MODE, owner_if_other
 
 APPLICATION_ID = 0x53484F51  # "SHOQ"
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 BUSY_TIMEOUT_S = 30.0
 NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs4?|cifs|smb[23s]?\w*|afs|9p|ceph|glusterfs|lustre|gpfs|beegfs|virtiofs|fuse\.(?!fuse-overlayfs)[\w.-]+"
@@ -28,7 +28,7 @@ CREATE TABLE job (
     TEXT NOT NULL, run TEXT NOT NULL, epoch INTEGER NOT NULL, attempts INTEGER NOT NULL, proven INTEGER NOT NULL,
     early_deaths INTEGER NOT NULL, cancel_requested INTEGER NOT NULL, workers INTEGER NOT NULL, overtaken INTEGER
     NOT NULL, blocked_by INTEGER NOT NULL, submitted_t REAL NOT NULL, started_t REAL NOT NULL, ended_t REAL NOT
-    NULL, change INTEGER NOT NULL);
+    NULL, change INTEGER NOT NULL, fruitless INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX job_change ON job (change);
 CREATE INDEX job_state ON job (state);
 CREATE TABLE job_file (
@@ -55,6 +55,7 @@ MIGRATIONS = {
     3: "SELECT 'the needs of newer jobs have more fields'",
     4: "CREATE TABLE planned_speed (key TEXT NOT NULL, workers INTEGER NOT NULL, steps_per_s REAL NOT NULL, "
     "PRIMARY KEY (key, workers)) WITHOUT ROWID",
+    5: "ALTER TABLE job ADD COLUMN fruitless INTEGER NOT NULL DEFAULT 0",
 }
 """What makes a file of each older version one of the next version."""
 

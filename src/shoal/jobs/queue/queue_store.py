@@ -7,6 +7,7 @@ import json
 import math
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -136,14 +137,13 @@ class QueueStore:
 
     # ---- for the daemon ----
 
-    def set_reasons(self, reasons: Mapping[int, str], *, epoch: int) -> None:
-        """Say why jobs wait, or have as many workers as they have."""
+    def apply_all(self, changes: Mapping[int, Callable[[QueueEntry], QueueEntry]], *, epoch: int) -> None:
+        """Change several entries by transitions, in one transaction."""
         with self._transaction():
             self._require_lease(epoch)
-            for number, why in reasons.items():
+            for number, change in changes.items():
                 entry = self.get(number)
-                if entry.state in ("waiting", "running"):
-                    self._write(entry, entry.model_copy(update={"reason": why}))
+                self._write(entry, change(entry))
 
     def has_changed(self) -> bool:
         """Whether another process has changed the queue since the last call."""
@@ -282,17 +282,26 @@ class QueueStore:
         return entry
 
     def _write(self, old: QueueEntry, new: QueueEntry) -> QueueEntry:
-        """Write a changed entry; then the entries that come after it follow."""
+        """Write a changed entry; then the entries that come after it follow, however long the chain is."""
         if new == old:
             return old
+        written = self._write_one(old, new)
+        changed = deque([written] if old.state != new.state else [])
+        while changed:
+            for follower in self._followers(changed.popleft().id):
+                before = [self.get(number) for number in follower.after]
+                follows = follow_predecessors(follower, before)
+                if follows != follower:
+                    self._write_one(follower, follows)
+                if follows.state != follower.state:
+                    changed.append(follows)
+        return written
+
+    def _write_one(self, old: QueueEntry, new: QueueEntry) -> QueueEntry:
         new = new.model_copy(update={"change": self._next_change(), **_times(old, new)})
         self._connection.execute(_UPDATE, (*_row(new), new.id))
         if (old.state, old.workers) != (new.state, new.workers):
             self._note(new)
-        if old.state != new.state:
-            for follower in self._followers(new.id):
-                before = [self.get(number) for number in follower.after]
-                self._write(follower, follow_predecessors(follower, before))
         return new
 
     def _followers(self, number: int) -> list[QueueEntry]:

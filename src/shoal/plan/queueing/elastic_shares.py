@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 
 from shoal.plan.queueing.entry import QueueEntry
-from shoal.plan.queueing.shares import CoreCapacity, JobFacts, Share
+from shoal.plan.queueing.order import MAX_OVERTAKEN, over_quota
+from shoal.plan.queueing.shares import CoreCapacity, JobFacts, Share, exceeds
 from shoal.plan.scheduling import JobView, MeasuredSpeed, NodeView, SchedulingPolicy
 from shoal.plan.scheduling.decision import Decision
 from shoal.plan.scheduling.views import NodeId
@@ -23,7 +25,7 @@ NEWS = 0.05
 class ElasticShares:
     """Keeps the curves of jobs between decisions. Belongs to one thread."""
 
-    policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
+    policy: SchedulingPolicy = field(default_factory=lambda: SchedulingPolicy(turns=True))
     _curves: dict[int, MeasuredSpeed] = field(default_factory=dict)
     _placed: dict[int, tuple[NodeId, ...]] = field(default_factory=dict)
 
@@ -47,7 +49,13 @@ class ElasticShares:
     def _decide(
         self, now_s: float, entries: Sequence[QueueEntry], cluster: CoreCapacity, facts: Mapping[int, JobFacts]
     ) -> Decision:
-        views = {str(entry.id): self._view(entry, facts[entry.id], cluster) for entry in entries}
+        over = over_quota(entries, cluster.quotas)
+        views = {
+            str(entry.id): replace(
+                self._view(entry, facts[entry.id], cluster), waited_s=_waited_s(entry, is_over=entry.id in over)
+            )
+            for entry in entries
+        }
         nodes: dict[NodeId, NodeView] = {
             name: NodeView(cores, cluster.memory_bytes.get(name, UNKNOWN_BYTES))
             for name, cores in cluster.nodes.items()
@@ -62,7 +70,7 @@ class ElasticShares:
         for entry in entries:
             placed = tuple(decision.allocation.get(str(entry.id), ()))
             self._placed[entry.id] = placed
-            workers = entry.needs.least if placed and exceeds(entry, cluster) else len(placed)
+            workers = entry.needs.least if placed and exceeds(entry.needs, cluster) else len(placed)
             shares[entry.id] = Share(workers, decision.why(str(entry.id)), placed)
         return shares
 
@@ -83,7 +91,7 @@ class ElasticShares:
             slots=needs.cores_per_worker,
             memory_bytes=needs.memory_bytes * needs.copies,
         )
-        if exceeds(entry, cluster):  # it gets the whole cluster, as one worker of that size
+        if exceeds(entry.needs, cluster):  # it gets the whole cluster, as one worker of that size
             return replace(view, least=1, most=1, gang=1, slots=max(cluster.nodes.values(), default=1))
         return view
 
@@ -96,15 +104,17 @@ class ElasticShares:
 
     def _present(self, entry: QueueEntry, cluster: CoreCapacity) -> tuple[NodeId, ...]:
         placed = self._placed.get(entry.id, ())
-        if exceeds(entry, cluster) or len(placed) == entry.workers:
+        if exceeds(entry.needs, cluster) or len(placed) == entry.workers:
             return placed
         return tuple(islice(cycle(cluster.nodes), entry.workers))
 
 
-def exceeds(entry: QueueEntry, cluster: CoreCapacity) -> bool:
-    """Whether even the least workers of a job need more cores than there are. They then share cores, as with
-    `shoal run`."""
-    return entry.needs.least * entry.needs.cores_per_worker > cluster.cores
+def _waited_s(entry: QueueEntry, *, is_over: bool) -> float | None:
+    """One that was overtaken too often has waited for ever. One that its quota keeps waiting takes no place of those
+    that waited for long."""
+    if is_over:
+        return 0.0
+    return math.inf if entry.overtaken >= MAX_OVERTAKEN else None
 
 
 def _differs(known: Mapping[tuple[int, int], float], new: Mapping[tuple[int, int], float]) -> bool:

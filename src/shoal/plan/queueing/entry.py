@@ -45,8 +45,10 @@ class QueueEntry(Spec):
 
     `run` is the name of its run directory, '' before its first start. `epoch` is that of the daemon that runs it, 0 if
     none does. `proven`: its present attempt has made a new step, or outlived the first seconds. `early_deaths` counts
-    the attempts in a row that did not. `overtaken` counts the starts of later jobs of higher priority. `blocked_by` is
-    the failed job that it waited for. `change` numbers the changes of the whole queue: it grows with each change.
+    the attempts in a row that did not. `fruitless` counts those, with the present one, that have made no new step,
+    however long they took. `overtaken` counts the starts of jobs that stood behind it, and of later ones of higher
+    priority. `blocked_by` is the failed job that it waited for. `change` numbers the changes of the whole queue: it
+    grows with each change.
     """
 
     id: PositiveInt
@@ -64,6 +66,7 @@ class QueueEntry(Spec):
     attempts: NonNegativeInt = 0
     proven: bool = False
     early_deaths: NonNegativeInt = 0
+    fruitless: NonNegativeInt = 0
     cancel_requested: bool = False
     workers: NonNegativeInt = 0
     overtaken: NonNegativeInt = 0

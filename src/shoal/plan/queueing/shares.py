@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shoal.plan.costs.units import format_gigabytes
 from shoal.plan.queueing.entry import JobNeeds, QueueEntry
 
 
@@ -45,6 +46,32 @@ class CoreCapacity:
     @property
     def cores(self) -> int:
         return sum(self.nodes.values())
+
+
+def exceeds(needs: JobNeeds, cluster: CoreCapacity) -> bool:
+    """Whether even the least workers of a job need more cores than there are. They then share cores, as with
+    `shoal run`."""
+    return needs.least * needs.cores_per_worker > cluster.cores
+
+
+def misfit(needs: JobNeeds, cluster: CoreCapacity) -> str:
+    """Why the least workers of a job would not fit even if nobody else were there; '' if they would."""
+    if not cluster.nodes:
+        return "It waits: there is no machine."
+    most = max(cluster.nodes.values())
+    cores = most if exceeds(needs, cluster) else needs.cores_per_worker
+    memory = needs.memory_bytes * needs.copies
+    if cores > most:
+        return f"It waits: a worker needs {cores} cores, and no machine has more than {most}."
+    rooms = [(own // cores, cluster.memory_bytes.get(name)) for name, own in cluster.nodes.items()]
+    room = sum(free if known is None or not memory else min(free, known // memory) for free, known in rooms)
+    least = 1 if exceeds(needs, cluster) else -(-needs.least // needs.gang) * needs.gang
+    if room >= least:
+        return ""
+    wanted = f"{cores} core{'s' if cores > 1 else ''} and {format_gigabytes(memory)} of memory"
+    if not room:
+        return f"It waits: no machine has the {wanted} that a worker needs."
+    return f"It waits: the machines have room for {room} of its {least} workers, with {wanted} for each."
 
 
 class SharePolicy(Protocol):

@@ -15,6 +15,11 @@ MAX_EARLY_DEATHS = 3
 """Attempts in a row that may end early before the entry is held: in their first seconds, and without a new step."""
 PROVEN_S = 10.0
 """Seconds after which an attempt no longer counts as one that ended early."""
+MAX_FRUITLESS = 10
+"""Attempts in a row that may end without a new step, however long they took, before the entry is held."""
+AT_ONCE = 2
+"""After so many of them the next begins at once; later ones wait ever longer."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 5.0, 300.0
 
 
 class StaleEpochError(Exception):
@@ -30,19 +35,41 @@ def claim(entry: QueueEntry, *, epoch: int, run: str) -> QueueEntry:
     if entry.state != "waiting" or entry.cancel_requested:
         raise WrongStateError(f"job {entry.id} is {entry.state}")
     return _change(
-        entry, state="running", epoch=epoch, run=entry.run or run, attempts=entry.attempts + 1, proven=False, reason=""
+        entry,
+        state="running",
+        epoch=epoch,
+        run=entry.run or run,
+        attempts=entry.attempts + 1,
+        fruitless=entry.fruitless + 1,
+        proven=False,
+        reason="",
     )
 
 
 def prove(entry: QueueEntry, *, epoch: int) -> QueueEntry:
-    """The present attempt has made a new step, or outlived its first seconds."""
+    """The present attempt has outlived its first seconds."""
     _require(entry, epoch)
     return _change(entry, proven=True, early_deaths=0)
+
+
+def progress(entry: QueueEntry, *, epoch: int) -> QueueEntry:
+    """The present attempt has made a new step."""
+    return _change(prove(entry, epoch=epoch), fruitless=0)
 
 
 def resize(entry: QueueEntry, *, epoch: int, workers: int, why: str = "") -> QueueEntry:
     _require(entry, epoch)
     return _change(entry, workers=workers, reason=why)
+
+
+def say(entry: QueueEntry, *, why: str) -> QueueEntry:
+    """Why a job waits, or has as many workers as it has."""
+    return _change(entry, reason=why) if entry.state in ("waiting", "running") else entry
+
+
+def overtake(entry: QueueEntry, *, times: int) -> QueueEntry:
+    """So many others have started before the job, which stood before them."""
+    return _change(entry, overtaken=entry.overtaken + times)
 
 
 def finish(entry: QueueEntry, *, epoch: int) -> QueueEntry:
@@ -65,6 +92,7 @@ def stop(entry: QueueEntry, *, epoch: int, why: str) -> QueueEntry:
 def put_back(entry: QueueEntry, *, epoch: int, why: str) -> QueueEntry:
     """The daemon ends in good order. The run is saved, and the next daemon resumes it."""
     _require(entry, epoch)
+    entry = _change(entry, fruitless=max(entry.fruitless - 1, 0))  # it did not end by itself
     return _end(entry, "cancelled", "it was cancelled") if entry.cancel_requested else _idle(entry, "waiting", why)
 
 
@@ -102,7 +130,7 @@ def release(entry: QueueEntry) -> QueueEntry:
         raise WrongStateError(f"job {entry.id} is {entry.state}")
     if entry.blocked_by:
         raise WrongStateError(f"job {entry.id} comes after job {entry.blocked_by}: release that one")
-    return _change(entry, state="waiting", reason="", early_deaths=0, ended_t=0.0)
+    return _change(entry, state="waiting", reason="", early_deaths=0, fruitless=0, ended_t=0.0)
 
 
 def follow_predecessors(entry: QueueEntry, predecessors: Sequence[QueueEntry]) -> QueueEntry:
@@ -128,7 +156,18 @@ def _after_death(entry: QueueEntry, why: str) -> QueueEntry:
     entry = _change(entry, early_deaths=deaths)
     if deaths >= MAX_EARLY_DEATHS:
         return _idle(entry, "held", f"{deaths} attempts in a row ended early, without a new step; the last: {why}")
+    if entry.fruitless >= MAX_FRUITLESS:
+        return _idle(entry, "held", f"{entry.fruitless} attempts in a row made no new step; the last: {why}")
+    if pause := pause_s(entry):
+        after = f"{entry.fruitless} attempts in a row made no new step, so it will be resumed after {pause:g} s"
+        return _idle(entry, "waiting", f"{after}: {why}")
     return _idle(entry, "waiting", f"it will be resumed: {why}")
+
+
+def pause_s(entry: QueueEntry) -> float:
+    """Seconds to wait before the next attempt."""
+    later = entry.fruitless - AT_ONCE
+    return min(FIRST_PAUSE_S * 2.0 ** (later - 1), MAX_PAUSE_S) if later > 0 else 0.0
 
 
 def _require(entry: QueueEntry, epoch: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +22,12 @@ class SchedulingPolicy:
     """Decides for all jobs of a cluster. Equal arguments give an equal decision; only computed sizes are kept.
 
     `quotas`: the slots that all jobs of a user may have together. Users without an entry have no limit.
+    `turns`: within a priority, nobody's second job comes before another user's first one, and so on.
     """
 
     weighting: Weighting = field(default_factory=Weighting)
     quotas: Mapping[str, int] = field(default_factory=dict)
+    turns: bool = False
     _tables: SizeTables = field(default_factory=SizeTables, repr=False)
 
     def decide(
@@ -35,7 +38,7 @@ class SchedulingPolicy:
         tables = self._tables.of(jobs, shape)
         views = list(jobs.values())
         standing = _standing(now, views, tables)
-        order = self.weighting.order(standing, shape.total_slots)
+        order = self._order(views, standing, shape.total_slots)
         weights = self.weighting.weights(standing)
         room = quota_rows([job.user for job in views], self.quotas, shape.total_slots)
         held = [len(current.get(key, ())) for key in jobs]
@@ -48,6 +51,18 @@ class SchedulingPolicy:
         waiting = self._waiting(views, tables, admitted, order, ranks)
         allocation = place_all(demands, nodes, current, waiting)
         return Decision(allocation, jobs, tables, ranks, demands, room, self.quotas)
+
+    def _order(self, jobs: list[JobView], standing: Standing, total_slots: int) -> Ints:
+        order = self.weighting.order(standing, total_slots)
+        if not self.turns:
+            return order
+        before: Counter[str] = Counter()
+        turns = np.zeros(len(jobs), np.int64)
+        for row in order.tolist():
+            turns[row] = before[jobs[row].user]
+            before[jobs[row].user] += 1
+        by_turn = replace(standing, priority=standing.priority * len(jobs) - turns)
+        return self.weighting.order(by_turn, total_slots)
 
     def _waiting(
         self, jobs: list[JobView], tables: list[SizeTable], admitted: NDArray[np.bool_], order: Ints, ranks: Ints
@@ -67,7 +82,9 @@ def _standing(now: float, jobs: list[JobView], tables: list[SizeTable]) -> Stand
                 for job, table in zip(jobs, tables, strict=True)
             ]
         ),
-        waited_s=age - np.array([job.served_s for job in jobs]),
+        waited_s=np.array(
+            [a - job.served_s if job.waited_s is None else job.waited_s for a, job in zip(age, jobs, strict=True)]
+        ),
         age_s=age,
         submitted_s=np.array([job.submitted_s for job in jobs]),
         priority=np.array([job.priority for job in jobs], np.int64),

@@ -40,7 +40,8 @@ class JobView:
 
     `gang`: workers of one replica. `slots`, `memory_bytes`: what one worker takes of its node. `remaining`: work that
     is left, in the curve's unit; None if nobody knows. `submitted_s`: since when it may run. `served_s`: for how long
-    it has had workers. `resize_s`: for how long a change of its workers stops it.
+    it has had workers. `waited_s`: for how long it counts as having waited; None: since it may run, without the time
+    with workers. `resize_s`: for how long a change of its workers stops it.
     """
 
     id: str
@@ -52,6 +53,7 @@ class JobView:
     user: str = ""
     submitted_s: float = 0.0
     served_s: float = 0.0
+    waited_s: float | None = None
     remaining: float | None = None
     slots: int = 1
     memory_bytes: int = 0

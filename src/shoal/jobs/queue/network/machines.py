@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.jobs.queue.network.messages import OpenMessage
+from shoal.net.errors import ProtocolError
 from shoal.net.relay import break_off
 from shoal.plan.queueing.shares import CoreCapacity
 
@@ -33,7 +34,7 @@ class AgentChannel:
 
 @dataclass(eq=False)
 class Machine:
-    """A machine that offers cores. `owner` names its token, `tell` sends it a message."""
+    """A machine that offers cores. `owner` names its token, `instance` the process there, `tell` sends it a message."""
 
     name: str
     owner: str
@@ -41,6 +42,7 @@ class Machine:
     memory_bytes: int
     tell: Callable[[OpenMessage], None]
     leave: Callable[[], None]
+    instance: str = ""
     leaving: bool = False
     channels: set[AgentChannel] = field(default_factory=set)
 
@@ -64,7 +66,8 @@ class MachinePool:
         with self._changed:
             here = [one for one in self._machines.values() if not one.leaving]
             return CoreCapacity(
-                {one.name: one.cores for one in here}, memory_bytes={one.name: one.memory_bytes for one in here}
+                {one.name: one.cores for one in here},
+                memory_bytes={one.name: one.memory_bytes for one in here if one.memory_bytes},  # 0: unknown
             )
 
     def has_changed(self) -> bool:
@@ -90,10 +93,13 @@ class MachinePool:
     # ---- for machines ----
 
     def join(self, machine: Machine) -> bool:
-        """Returns False if another's machine has the name. One that comes again takes the place of its former self."""
+        """Returns False if another machine has the name. One that comes again takes the place of its former self.
+        ProtocolError if the queue ends."""
         with self._changed:
+            if self._closed:
+                raise ProtocolError("the queue ends")
             former = self._machines.get(machine.name)
-            if self._closed or (former is not None and former.owner != machine.owner):
+            if former is not None and (former.owner, former.instance) != (machine.owner, machine.instance):
                 return False
             self._machines[machine.name] = machine
             self._tell_changed()

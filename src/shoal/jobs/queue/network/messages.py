@@ -16,7 +16,8 @@ from shoal.spec.remote.file_requests import CodeArchive
 MAX_CORES = 4096
 T = TypeVar("T")
 Key = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Cores = Annotated[int, Field(ge=1, le=MAX_CORES)]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
@@ -29,10 +30,12 @@ class QueueHello(Spec):
 
 
 class OfferHello(Spec):
-    """A machine offers cores for as long as the connection lasts."""
+    """A machine offers cores for as long as the connection lasts. `instance` is the process there: it may come again
+    while the queue does not know yet that its former connection is broken."""
 
     kind: Literal["offer"] = "offer"
     key: Key
+    instance: Key
     machine: Name
     cores: Cores
     memory_bytes: Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -60,8 +63,15 @@ class OpenMessage(Spec):
     channel: Key
 
 
+class RefusedMessage(Spec):
+    """To a machine: it does not belong to the queue."""
+
+    kind: Literal["refused"] = "refused"
+    why: Annotated[str, Field(max_length=300)]
+
+
 class PingMessage(Spec):
-    """In both directions."""
+    """In both directions. The first one tells a machine that it belongs to the queue."""
 
     kind: Literal["ping"] = "ping"
 
@@ -123,7 +133,7 @@ class ServedAnswer(Spec):
 
 Hello = QueueHello | OfferHello | ChannelHello
 Request = SubmitRequest | CompressionRequest | LookRequest | HistoryRequest | ChangeRequest
-ToMachine = OpenMessage | PingMessage
+ToMachine = OpenMessage | PingMessage | RefusedMessage
 FromMachine = PingMessage | LeavingMessage
 
 HELLO: TypeAdapter[Hello] = TypeAdapter(Annotated[Hello, Field(discriminator="kind")])

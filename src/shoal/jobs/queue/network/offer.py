@@ -6,7 +6,10 @@ The daemon of the queue asks for an agent for each worker. Agents end with their
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,12 +27,14 @@ from shoal.jobs.queue.access_tokens import name_of_key
 from shoal.jobs.queue.network import frames
 from shoal.jobs.queue.network.messages import (
     MAX_CORES,
+    NAME_PATTERN,
     TO_MACHINE,
     ChannelHello,
     LeavingMessage,
     OfferHello,
     OpenMessage,
     PingMessage,
+    RefusedMessage,
     encode,
     parse,
 )
@@ -42,6 +47,8 @@ from shoal.spec.engine import LocalEngineConfig
 RETRY_S, MAX_RETRY_S = 1.0, 30.0
 WAIT_S = 0.2
 SILENCE_S = 10.0
+GIVE_UP_S = 15.0
+"""A machine of the same name may be this one before it died: the queue notices that only after a silence."""
 PASSING = ("SH610",)
 """Failures that may pass: the daemon is started again, or the network comes back."""
 
@@ -50,14 +57,19 @@ def offer(
     address: QueueAddress, *, cores: int, machine: str = "", tls: Path | None = None, show: Callable[[str], None]
 ) -> int:
     """Offer cores until SIGINT or SIGTERM; then the workers leave first. Returns the exit code. SH615 if the token is
-    not that of a machine."""
+    not that of a machine, SH659 if another machine has the name."""
     (node,) = capacity_of(LocalEngineConfig())
     cores = cores or node.cores
     if not 1 <= cores <= MAX_CORES:
         raise error("SH609", f"{cores} cores", where="--cores", fix=f"Offer 1 to {MAX_CORES}.")
+    name = machine or socket.gethostname()
+    if not re.fullmatch(NAME_PATTERN, name):
+        fix = "Write at most 63 letters, digits, dots, hyphens and underscores: --name box-2"
+        raise error("SH609", f"'{name}' is no name of a machine", where="--name", fix=fix)
     hello = OfferHello(
         key=name_of_key(address.key),
-        machine=machine or socket.gethostname(),
+        instance=secrets.token_hex(16),
+        machine=name,
         cores=cores,
         memory_bytes=max(node.memory_bytes, 0),
     )
@@ -71,11 +83,12 @@ class _Offer:
         self._hello = hello
         self._tls = tls
         self._show = show
+        self._refusal = ""
         self._agents: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
 
     def run(self, asked: list[str]) -> int:
-        pause_s = RETRY_S
+        pause_s, refused_at_s = RETRY_S, math.inf
         while not asked:
             try:
                 sock = self._address.connect(encode(self._hello))
@@ -87,12 +100,15 @@ class _Offer:
                 pause_s = min(2 * pause_s, MAX_RETRY_S)
                 continue
             pause_s = RETRY_S
-            self._show(f"offers {self._hello.cores} cores as {self._hello.machine}")
+            self._refusal = ""
             with contextlib.closing(sock):
                 self._serve(sock, asked)
             self._end_agents()
+            refused_at_s = min(refused_at_s, time.monotonic()) if self._refusal else math.inf
+            if time.monotonic() - refused_at_s >= GIVE_UP_S:
+                raise error("SH659", self._refusal, where="--name", fix="Give this machine another name: --name NAME")
             if not asked:
-                self._show("the queue is gone")
+                self._show(self._refusal or "the queue is gone")
                 _sleep(RETRY_S, asked)
         return EXIT_OK
 
@@ -112,9 +128,16 @@ class _Offer:
                     break_off(sock)
 
     def _read(self, sock: socket.socket) -> None:
+        belongs = False
         with contextlib.suppress(ProtocolError):
             for line in frames.read_lines(sock, pause_s=SILENCE_S, silence_s=SILENCE_S, on_pause=lambda: None):
                 message = parse(TO_MACHINE, line)
+                if isinstance(message, RefusedMessage):
+                    self._refusal = message.why
+                    return
+                if not belongs:
+                    belongs = True
+                    self._show(f"offers {self._hello.cores} cores as {self._hello.machine}")
                 if isinstance(message, OpenMessage):
                     threading.Thread(target=self._run_agent, args=(message.channel,), daemon=True).start()
                 else:

@@ -12,6 +12,7 @@ import os
 import socket
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -35,6 +36,7 @@ from shoal.jobs.queue.network.messages import (
     OfferHello,
     PingMessage,
     QueueHello,
+    RefusedMessage,
     Request,
     ServedAnswer,
     SubmitRequest,
@@ -249,12 +251,20 @@ class QueueServer:
                 sock.sendall(encode(message) + b"\n")
 
         machine = Machine(
-            hello.machine, owner, hello.cores, hello.memory_bytes, tell=tell, leave=lambda: break_off(sock)
+            hello.machine,
+            owner,
+            hello.cores,
+            hello.memory_bytes,
+            tell=tell,
+            leave=lambda: break_off(sock),
+            instance=hello.instance,
         )
         if not self.pool.join(machine):
-            raise ProtocolError("another machine has this name")
+            tell(RefusedMessage(why=f"{hello.machine} is taken: another machine offers cores under this name"))
+            return
         try:
-            ping = lambda: tell(PingMessage())  # noqa: E731
+            tell(PingMessage())
+            ping = partial(tell, PingMessage())
             for line in frames.read_lines(sock, pause_s=PING_S, silence_s=SILENCE_S, on_pause=ping):
                 if isinstance(parse(FROM_MACHINE, line), LeavingMessage):
                     self.pool.leaving(machine)
