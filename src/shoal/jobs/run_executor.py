@@ -23,7 +23,7 @@ from shoal.jobs.folds import FoldSchedule
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.remote.code_archive import find_code
 from shoal.jobs.resolve_auto import resolve_auto_steps
-from shoal.jobs.resume import job_to_resume
+from shoal.jobs.resume import job_to_resume, moved_to
 from shoal.jobs.run_driver import RunDriver
 from shoal.jobs.run_result import PAUSED, RunResult
 from shoal.spec.job import Job
@@ -113,20 +113,22 @@ class RunExecutor:
         paths: RunPaths,
         *,
         overrides: Sequence[str] = (),
+        like: Job | None = None,
         on_event: OnEvent | None = None,
         until: int | None = None,
     ) -> RunHandle:
         """Resume from the newest valid checkpoint; finished folds are not run again. `until`: see `submit`.
 
         `overrides` (`path=value`) change how the run continues (`workers=2`, `shard=none`), but not what it trains.
+        `like`: it goes on where this job would run: with its engine and network.
         """
-        return self._add(lambda handle: self._resumed_run(handle, paths, overrides, on_event), until)
+        return self._add(lambda handle: self._resumed_run(handle, paths, overrides, like, on_event), until)
 
     def submit_or_resume(
         self, job: Job, paths: RunPaths, *, on_event: OnEvent | None = None, trace: bool = False
     ) -> RunHandle:
-        """The run of a job in this directory: begun there, resumed, or as it ended there. For work that is made of runs
-        and may have been killed at any time."""
+        """The run of a job in this directory: begun there, resumed with the job's engine and network, or as it ended
+        there. For work that is made of runs and may have been killed at any time."""
         return self._add(lambda handle: self._begun_or_resumed(handle, job, paths, on_event, trace=trace))
 
     def submit_steps(self, make_steps: Callable[[RunHandle], Steps[RunResult]]) -> RunHandle:
@@ -225,10 +227,19 @@ class RunExecutor:
         return (yield from self._locked_run(handle, job, paths, on_event, trace=trace))
 
     def _resumed_run(
-        self, handle: RunHandle, paths: RunPaths, overrides: Sequence[str], on_event: OnEvent | None
+        self,
+        handle: RunHandle,
+        paths: RunPaths,
+        overrides: Sequence[str],
+        like: Job | None,
+        on_event: OnEvent | None,
+        *,
+        trace: bool = False,
     ) -> Steps[RunResult]:
         job = job_to_resume(paths, overrides)
-        return (yield from self._locked_run(handle, job, paths, on_event, save=bool(overrides)))
+        moved = job if like is None else moved_to(like, job, paths)
+        save = bool(overrides) or moved is not job
+        return (yield from self._locked_run(handle, moved, paths, on_event, trace=trace, save=save))
 
     def _begun_or_resumed(
         self, handle: RunHandle, job: Job, paths: RunPaths, on_event: OnEvent | None, *, trace: bool
@@ -237,7 +248,7 @@ class RunExecutor:
             handle.paths = paths
             return RunResult(paths, "finished", own)
         if paths.job.is_file():
-            return (yield from self._locked_run(handle, job_to_resume(paths, ()), paths, on_event, trace=trace))
+            return (yield from self._resumed_run(handle, paths, (), job, on_event, trace=trace))
         return (yield from self._new_run(handle, job, paths.root.parent, on_event, trace=trace, reserved=paths))
 
     def _locked_run(
