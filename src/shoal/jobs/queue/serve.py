@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from shoal.jobs.queue.daemon import QueueDaemon
 from shoal.jobs.queue.daemon_lock import daemon_lock, take_lease
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import QueueStore
+from shoal.jobs.queue.served_with import note_options
 from shoal.jobs.run_executor import RunExecutor, catch_stop_signals, open_executor
 from shoal.plan.queueing.elastic_shares import ElasticShares
 from shoal.plan.queueing.shares import FirstComeFirstServed, SharePolicy
@@ -53,6 +56,7 @@ def serve(
             idle_s=idle_s,
             prepare=prepare,
         )
+        note_options(paths, options_of(engine, listening))
         daemon.start()
         show(f"serves {paths.file}")
         with catch_stop_signals() as asked:
@@ -66,6 +70,16 @@ def serve(
             except ShoalError:  # the queue file cannot be used any more
                 save_and_stop(executor)
                 raise
+
+
+def options_of(engine: EngineConfig | None, listening: Listening | None) -> str:
+    """The options of `shoal up` that decide where jobs run."""
+    if listening is not None:
+        return shlex.join(["--listen", listening.address, *(["--tls", str(listening.tls)] if listening.tls else [])])
+    if engine is None:
+        return ""
+    fields = {"kind": engine.kind} | engine.model_dump(mode="json", exclude_defaults=True)
+    return shlex.join(["--engine", engine.kind if len(fields) == 1 else json.dumps(fields)])
 
 
 def save_and_stop(executor: RunExecutor) -> None:
