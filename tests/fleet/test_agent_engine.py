@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from shoal.fleet.agents.agent_pipe import SetupCommand
+from shoal.fleet.agents.agent_pipe import BANNER, SetupCommand
 from shoal.fleet.agents.host_agent import SCRATCH_PREFIX, remove_stale_directories, scratch_directory
 from shoal.fleet.engine import Launch, Node
 from shoal.fleet.engines.agents import AgentEngine
@@ -230,6 +230,30 @@ def test_a_host_that_cannot_be_used_is_an_error_before_anything_starts(tmp_path,
     assert [one.code for one in found] == [1, 1]
     for one in found:
         assert re.search(told, str(one.start_error)), str(one.start_error)
+
+
+@pytest.mark.parametrize(
+    ("script", "limit", "told"),
+    [
+        ("echo welcome; exec sleep 1000", "BANNER_TIMEOUT_S", "h1 accepted the connection and said nothing for 0.05 s"),
+        (f"echo '{BANNER.decode()}'; exec sleep 1000", "READY_TIMEOUT_S", "the agent on h1 is not ready after 0.05 s"),
+    ],
+)
+def test_a_host_that_hangs_when_it_is_connected_to_is_an_error_that_names_it(
+    tmp_path, monkeypatch, script, limit, told
+):
+    """sshd answers, and a login script or a file system hangs. Everything else waits for every host."""
+    monkeypatch.setattr(f"shoal.fleet.engines.host_link.{limit}", 0.05)
+    engine = AgentEngine([fake_host("h1", script)], RunPaths(tmp_path))
+    try:
+        engine.start([launch(0, "wait")])
+        pids = list(engine.agent_pids().values())
+        (one,) = wait_exits(engine, 1)
+        assert (one.start_error.code, one.start_error.where) == ("SH651", "host h1")
+        assert one.start_error.message.startswith(told), one.start_error
+        assert not living(pids)
+    finally:
+        engine.close()
 
 
 def test_reports_of_foreign_seats_have_no_effect(tmp_path):
