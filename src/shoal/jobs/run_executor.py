@@ -80,9 +80,9 @@ class RunExecutor:
     planning or a slow shutdown of one run does not delay the others. `close` aborts the runs that are still active.
     """
 
-    def __init__(self, fork_servers: ForkServerPool) -> None:
+    def __init__(self, fork_servers: ForkServerPool, *, host_use: HostUse | None = None) -> None:
         self.fork_servers = fork_servers
-        self._host_use = HostUse()
+        self._host_use = host_use or HostUse()
         self._active: dict[RunHandle, Steps[RunResult]] = {}
         self._filenos: dict[RunHandle, Sequence[int] | None] = {}  # None: it has not started
 
@@ -387,9 +387,9 @@ def resume(
 
 
 @contextlib.contextmanager
-def open_executor(fork_server: ForkServer | None = None) -> Iterator[RunExecutor]:
-    """An executor with its own fork servers, or with the caller's."""
-    with ForkServerPool(fork_server) as fork_servers, RunExecutor(fork_servers) as executor:
+def open_executor(fork_server: ForkServer | None = None, *, host_use: HostUse | None = None) -> Iterator[RunExecutor]:
+    """An executor with its own fork servers, or with the caller's. `host_use`: what its runs know of their hosts."""
+    with ForkServerPool(fork_server) as fork_servers, RunExecutor(fork_servers, host_use=host_use) as executor:
         yield executor
 
 

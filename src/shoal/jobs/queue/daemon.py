@@ -12,6 +12,7 @@ from typing import Protocol
 
 from shoal.errors import ShoalError, describe_exception, error
 from shoal.events import Event, RunState
+from shoal.fleet.engines.host_use import UNREACHABLE
 from shoal.jobs import run_dir
 from shoal.jobs.compression.shrink_legs import last_leg
 from shoal.jobs.coroutines import TICK_S
@@ -97,6 +98,7 @@ class QueueDaemon:
         self._epoch = lease.epoch
         self._policy = policy
         self._cluster = cluster
+        self._counts_seats = cluster.capacity().seats
         self._idle_s = idle_s
         self._prepare = prepare
         self._clock = clock
@@ -156,7 +158,7 @@ class QueueDaemon:
             self._remember(entry)
 
     def _remember(self, entry: QueueEntry) -> None:
-        self._entries[entry.id] = entry
+        self._entries[entry.id] = entry.in_seats() if self._counts_seats else entry
         self._last_change = max(self._last_change, entry.change)
 
     def _apply(self, number: int, change: Settle) -> QueueEntry:
@@ -203,7 +205,9 @@ class QueueDaemon:
                 self._prove(self._clock())
                 del self._attempts[number]
                 self._keep_speeds(number, attempt)
-                self._apply(number, settle(attempt.handle, epoch=self._epoch))
+                why = waits_for_hosts(attempt.handle, self._cluster.capacity().lost)
+                waits = partial(transitions.put_back, epoch=self._epoch, why=why)
+                self._apply(number, waits if why else settle(attempt.handle, epoch=self._epoch))
                 self._served_s[number] = self._served_s.get(number, 0.0) + self._clock() - attempt.began_s
                 self._left[number] = _steps_left(attempt.run_state)
                 self._next_decision_s = self._clock()
@@ -358,6 +362,19 @@ def _steps_left(state: RunState | None) -> float | None:
 
 def _speed_key(entry: QueueEntry) -> str:
     return entry.needs.speed_key or entry.sha256
+
+
+def waits_for_hosts(handle: RunHandle, lost: Sequence[str]) -> str:
+    """Why an attempt ended, if the reason is a host of the cluster that cannot be reached: no fault of the job, and the
+    next attempt does not wait for it. '' if it ended otherwise."""
+    try:
+        failure = handle.result().deciding.error
+    except ShoalError as raised:
+        failure = raised
+    except (Exception, CancelledError):
+        return ""
+    unreachable = failure is not None and failure.code == UNREACHABLE
+    return f"it waits for a host: {failure.message}" if failure and unreachable and lost else ""
 
 
 def settle(handle: RunHandle, *, epoch: int) -> Settle:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shoal.errors import EXIT_OK, ShoalError, did_you_mean, error
+from shoal.fleet.engines.host_use import HostUse
 from shoal.jobs.queue.background import IDLE_S, START_TIMEOUT_S, guard
 from shoal.jobs.queue.clusters import Listening, open_cluster
 from shoal.jobs.queue.daemon import QueueDaemon
@@ -40,12 +41,12 @@ def serve(
     """Run the jobs of the queue until a signal or `shoal down` ends this, or until it has been idle for `idle_s`."""
     if policy not in POLICIES:
         raise error("SH609", f"there is no policy '{policy}'", where="--policy", fix=did_you_mean(policy, POLICIES))
-    paths = QueuePaths.of(runs)
+    paths, hosts = QueuePaths.of(runs), HostUse()
     with (
         daemon_lock(paths, wait_s=wait_s),
         QueueStore(paths) as store,
-        open_cluster(paths, engine, listening, show=show) as (cluster, prepare),
-        open_executor() as executor,
+        open_cluster(paths, engine, listening, hosts=hosts, show=show) as (cluster, prepare),
+        open_executor(host_use=hosts) as executor,
     ):
         daemon = QueueDaemon(
             store,
