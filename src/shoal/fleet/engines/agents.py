@@ -18,6 +18,7 @@ from shoal.fleet.engines.host_link import AgentHost, HostLink
 from shoal.fleet.engines.host_use import UNREACHABLE, HostUse
 from shoal.fleet.messages import ExitedReport, OutputReport
 from shoal.fleet.platform_facts import describe_difference
+from shoal.fleet.process_main import HOST_VARIABLE
 from shoal.net.wakeup import Wakeup
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
@@ -241,10 +242,15 @@ class AgentEngine:
                         seat=launch.seat,
                         entry=launch.entry,
                         arguments=list(launch.arguments),
-                        environment=dict(launch.environment),
+                        environment=dict(launch.environment) | {HOST_VARIABLE: self._told_name(link.host)},
                         reach=launch.reach,
                     )
                 )
+
+    @staticmethod
+    def _told_name(host: AgentHost) -> str:
+        """How errors of the user's code name the host; '' if it is a place in a queue, whose name says nothing."""
+        return "" if host.queued else host.name
 
     def _note_placed(self, link: HostLink, seat: Seat) -> None:
         """Called before the seat is sent to its host."""
