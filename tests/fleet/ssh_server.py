@@ -31,12 +31,14 @@ class SshServer:
         host_key = (self.root / "host.pub").read_text()
         known = "".join(f"[{name}]:{self.port} {host_key}" for name in (*HOSTS, "keyless"))
         (self.root / "known_hosts").write_text(known)
+        path = os.environ.get("PYTHONPATH")  # a session would have none: the hosts run the code under test
+        environment = f"SetEnv PYTHONPATH={path}\n" if path else ""
         for name, address in addresses.items():
             (self.root / f"{name}.conf").write_text(
                 f"Port {self.port}\nListenAddress {address}\nHostKey {self.root / 'host'}\n"
                 f"AuthorizedKeysFile {self.root / 'authorized_keys'}\nPidFile {self.root / name}.pid\n"
                 "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\n"
-                "PermitRootLogin prohibit-password\nSubsystem sftp internal-sftp\n"
+                f"PermitRootLogin prohibit-password\nSubsystem sftp internal-sftp\n{environment}"
             )
         common = f"UserKnownHostsFile {self.root / 'known_hosts'}\n  IdentitiesOnly yes\n"
         alias = [(name, self.port, "user") for name in (*HOSTS, "stranger")]

@@ -9,16 +9,18 @@ import sys
 import tempfile
 import textwrap
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
-from shoal.fleet.agents.agent_pipe import SetupCommand
+from shoal.errors import error
+from shoal.fleet.agents.agent_pipe import BANNER, SetupCommand
 from shoal.fleet.agents.host_agent import SCRATCH_PREFIX, remove_stale_directories, scratch_directory
 from shoal.fleet.engine import Launch, Node
 from shoal.fleet.engines.agents import AgentEngine
 from shoal.fleet.engines.host_link import AgentHost
-from shoal.fleet.engines.host_use import HostUse
+from shoal.fleet.engines.host_use import GRACE_S, HostUse
 from shoal.fleet.engines.make import apart_hosts, explain_agent
 from shoal.fleet.forkserver import ForkServer
 from shoal.spec.run_paths import RunPaths
@@ -230,6 +232,103 @@ def test_a_host_that_cannot_be_used_is_an_error_before_anything_starts(tmp_path,
     assert [one.code for one in found] == [1, 1]
     for one in found:
         assert re.search(told, str(one.start_error)), str(one.start_error)
+
+
+@pytest.mark.parametrize(
+    ("script", "limit", "told"),
+    [
+        ("echo welcome; exec sleep 1000", "BANNER_TIMEOUT_S", "h1 accepted the connection and said nothing for 0.05 s"),
+        (f"echo '{BANNER.decode()}'; exec sleep 1000", "READY_TIMEOUT_S", "the agent on h1 is not ready after 0.05 s"),
+    ],
+)
+def test_a_host_that_hangs_when_it_is_connected_to_is_an_error_that_names_it(
+    tmp_path, monkeypatch, script, limit, told
+):
+    """sshd answers, and a login script or a file system hangs. Everything else waits for every host."""
+    monkeypatch.setattr(f"shoal.fleet.engines.host_link.{limit}", 0.05)
+    engine = AgentEngine([fake_host("h1", script)], RunPaths(tmp_path))
+    try:
+        engine.start([launch(0, "wait")])
+        pids = list(engine.agent_pids().values())
+        (one,) = wait_exits(engine, 1)
+        assert (one.start_error.code, one.start_error.where) == ("SH651", "host h1")
+        assert one.start_error.message.startswith(told), one.start_error
+        assert not living(pids)
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def make_fakes(tmp_path):
+    """Makes engines of runs of one process, on two fake hosts. `down`: while it exists, h1 cannot be reached."""
+    now, down = [0.0], tmp_path / "down"
+    use = HostUse(lambda: now[0])
+
+    def explain(code, errors):
+        return error("SH651", f"h1 cannot be reached: {errors.strip()}")
+
+    with contextlib.ExitStack() as stack:
+
+        def make(name):
+            reached = f"if test -e {down}; then echo refused >&2; exit 255; fi; {ready('1')}"
+            hosts = [fake_host("h0", ready("1")), replace(fake_host("h1", reached), explain=explain)]
+            made = AgentEngine(hosts, RunPaths(tmp_path / name), host_use=use)
+            stack.callback(made.close)
+            return made
+
+        make.use, make.down, make.now = use, down, now
+        yield make
+
+
+def host_of(engine, seat):
+    while engine._seats[seat].link is None:
+        assert engine.poll(0.05) == []
+    return engine._seats[seat].link.host.name
+
+
+def lose_host(make_fakes, engine):
+    make_fakes.down.touch()
+    os.kill(engine.agent_pids()["h1"], signal.SIGKILL)
+    while not make_fakes.use.is_lost("h1"):
+        engine.poll(0.05)
+
+
+def test_a_run_does_not_wait_for_a_host_that_a_run_beside_it_has_lost(make_fakes):
+    first, second = make_fakes("a"), make_fakes("b")
+    first.start([launch(0, "wait")])
+    assert host_of(first, 0) == "h0"
+    lose_host(make_fakes, first)
+    second.start([launch(0, "wait")])
+    make_fakes.now[0] += GRACE_S
+    assert host_of(second, 0) == "h0", "which is full, but there is no other"
+    make_fakes.down.unlink()
+    second._retries["h1"].at_s = 0.0
+    second.start([launch(1, "wait")])
+    while make_fakes.use.is_lost("h1"):
+        second.poll(0.05)
+    second.start([launch(2, "wait")])
+    assert host_of(second, 2) == "h1", "it is used again when it comes back"
+
+
+def test_a_host_that_was_never_reached_is_an_error_once_and_then_nobody_waits_for_it(make_fakes):
+    make_fakes.down.touch()
+    first, second = make_fakes("a"), make_fakes("b")
+    first.start([launch(0, "wait")])
+    (one,) = wait_exits(first, 1)
+    assert (one.start_error.code, one.start_error.message) == ("SH651", "h1 cannot be reached: refused")
+    second.start([launch(0, "wait")])
+    assert host_of(second, 0) == "h0"
+
+
+def test_if_all_hosts_are_lost_a_seat_gives_up_after_a_while(make_fakes, monkeypatch):
+    monkeypatch.setattr("shoal.fleet.engines.agents.NO_HOST_S", 0.2)
+    for host in ("h0", "h1"):
+        make_fakes.use.lose(host)
+    monkeypatch.setattr(AgentEngine, "_connect", lambda engine: None)
+    engine = make_fakes("a")
+    engine.start([launch(0, "wait")])
+    (one,) = wait_exits(engine, 1)
+    assert (one.start_error.code, one.start_error.message) == ("SH651", "no host could be reached for 0.2 s")
 
 
 def test_reports_of_foreign_seats_have_no_effect(tmp_path):

@@ -69,6 +69,16 @@ def test_a_request_that_is_not_needed_any_more_is_withdrawn(make):
     poll_until(engine, lambda: engine.agent_pids() == {})
 
 
+def test_a_host_that_is_asked_for_in_a_queue_may_say_nothing_for_hours(make, monkeypatch):
+    monkeypatch.setattr("shoal.fleet.engines.host_link.BANNER_TIMEOUT_S", 0.0)
+    engine = make(WAITS)
+    engine.start([launch(0, "wait")])
+    poll_until(engine, lambda: len(engine.agent_pids()) == 1)
+    for _ in range(3):
+        assert engine.poll(0.01) == []
+    assert engine.waiting() == [0]
+
+
 def test_a_host_that_differs_is_given_back_and_another_is_asked_for(make):
     engine = make(ready("1"), ready("2"), ready("1"))
     engine.start([launch(0, "wait")])

@@ -19,7 +19,7 @@ import yaml
 
 from shoal.errors import ShoalError
 from shoal.events import read_events
-from shoal.jobs import commands
+from shoal.jobs import commands, run_executor
 from shoal.jobs.probes import run_probe
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
@@ -100,8 +100,7 @@ def test_what_cannot_be_sent_is_told_before_anything_starts(run, job_dir):
     assert not (job_dir / "runs").exists() or list((job_dir / "runs").iterdir()) == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=pytest.mark.long) for name in ("cnn", "gpt"))])
 def test_the_same_bits_on_two_machines_that_share_nothing(name, run, job_dir):
     job = {"mlp": MLP, "cnn": CNN, "gpt": GPT}[name] | {"steps": 16}
     faults = fault_script(job_dir, "kill worker 0 at step 5", "kill worker 1 at step 9")
@@ -109,6 +108,21 @@ def test_the_same_bits_on_two_machines_that_share_nothing(name, run, job_dir):
     assert len(fired_faults(job_dir)) == 2
     assert_same(outcome, reference_receipt(run, job))
     assert outcome.receipt.deaths_survived == 2
+
+
+@pytest.mark.long
+def test_the_trace_of_a_run_on_two_machines_is_that_of_a_run_on_this_one(job_dir, fork_server):
+    """Digests of the state after every step, which `shoal verify` compares. They come through the driver too."""
+
+    def traced(runs, **changes):
+        job = make_job(SMALL | {"export": []} | changes, base_dir=str(job_dir))
+        outcome = run_executor.run(job, runs=job_dir / runs, fork_server=fork_server, trace=True)
+        assert outcome.status == "finished", outcome.error
+        return [json.loads(line) for line in outcome.paths.trace.read_text().splitlines()]
+
+    here = traced("here", workers=1)
+    assert [row["step"] for row in here] == list(range(1, SMALL["steps"] + 1))
+    assert traced("apart", workers=2, engine=TWO_MACHINES) == here
 
 
 @pytest.mark.long

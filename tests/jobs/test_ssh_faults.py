@@ -86,6 +86,33 @@ def test_hosts_that_would_compute_other_bits_are_told_before_the_first_step(run,
     assert not events_of_kind(outcome, "worker_started")
 
 
+HIDES = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == "sndhdr":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def test_a_package_that_only_the_users_model_needs_and_one_host_lacks_is_told_with_the_host(
+    run, server, job_dir, tmp_path
+):
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(HIDES)
+    models = (job_dir / "models.py").read_text()
+    (job_dir / "needy.py").write_text(f"import sndhdr\n{models}")
+    model = MLP["model"] | {"name": MLP["model"]["name"].replace("models.py", "needy.py")}
+    script = f'exec env PYTHONPATH={hidden}:$PYTHONPATH "$@"'
+    outcome = run(SMALL, model=model, workers=2, engine=engine_with(server, script, tmp_path))
+    assert outcome.status == "failed"
+    assert "No module named 'sndhdr'" in str(outcome.error)
+    assert "n2" in str(outcome.error), str(outcome.error)
+    assert not events_of_kind(outcome, "step")
+
+
 def test_garbage_on_every_port_changes_nothing(run, server, job_dir, tmp_path):
     """Until each port was called: of the driver, of two workers and of two servers."""
     scanner = PortScanner()

@@ -40,6 +40,8 @@ from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Role, Seat
 
 WELCOME_TIMEOUT_S = 30.0
+HOST_VARIABLE = "SHOAL_HOST"
+"""What an engine calls the host of a process; empty: ask the host."""
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
 KEY_VARIABLE = "SHOAL_SEAT_KEY"
 
@@ -87,10 +89,13 @@ def as_user_error(failure: BaseException) -> ShoalError | None:
 
 
 def emit_failure(stream: EventWriter, failure: ShoalError) -> None:
-    """Emit `failed` for each error. An error without a place is located at this process."""
+    """Emit `failed` for each error. An error without a place is located at this process. The host of an engine stands
+    beside the fix: what failed has the same message wherever it fails, and only one host may lack a package."""
+    host = os.environ.get(HOST_VARIABLE)
+    beside = "" if host is None else f" It was on host {host or socket.gethostname()}."
     for one in single_errors(failure):
         place = stream.who if stream.who.startswith(("worker-", "server-")) else ""
-        stream.emit("failed", code=one.code, message=one.message, where=one.where or place, fix=one.fix)
+        stream.emit("failed", code=one.code, message=one.message, where=one.where or place, fix=one.fix + beside)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shoal.errors import ErrorGroup, error
 from shoal.fleet.orphans import find_orphans
 from shoal.spec.job import Job
-from shoal.spec.load import load_run_job
+from shoal.spec.load import load_run_job, save_job
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
 
@@ -46,6 +46,23 @@ def job_to_resume(paths: RunPaths, overrides: Sequence[str]) -> Job:
         fix = "Resume it without --set, which takes them over; or wait until they have left."
         raise error("SH609", f"{', '.join(left)} of the run live on as they are", where="--set", fix=fix)
     return changed
+
+
+def moved_to(like: Job, job: Job, paths: RunPaths) -> Job:
+    """The job of a run that is resumed, with the engine and the network of `like`: that changes no result. As it is
+    while processes of the run live, because another engine cannot take them over."""
+    moved = job.model_copy(update={"engine": like.engine, "network": like.network})
+    stays = moved == job or any(find_orphans(one) for one in paths.folds or [paths])
+    return job if stays else moved
+
+
+def load_moved(like: Job, paths: RunPaths) -> Job:
+    """`moved_to` for the job of a directory, which is written if it changes. For who holds the directory's lock."""
+    job = load_run_job(paths.job)
+    moved = moved_to(like, job, paths)
+    if moved is not job:
+        save_job(moved, paths.job)
+    return moved
 
 
 def has_finished(paths: RunPaths) -> bool:

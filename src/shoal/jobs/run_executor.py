@@ -23,7 +23,7 @@ from shoal.jobs.folds import FoldSchedule
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.remote.code_archive import find_code
 from shoal.jobs.resolve_auto import resolve_auto_steps
-from shoal.jobs.resume import job_to_resume
+from shoal.jobs.resume import job_to_resume, moved_to
 from shoal.jobs.run_driver import RunDriver
 from shoal.jobs.run_result import PAUSED, RunResult
 from shoal.spec.job import Job
@@ -80,9 +80,9 @@ class RunExecutor:
     planning or a slow shutdown of one run does not delay the others. `close` aborts the runs that are still active.
     """
 
-    def __init__(self, fork_servers: ForkServerPool) -> None:
+    def __init__(self, fork_servers: ForkServerPool, *, host_use: HostUse | None = None) -> None:
         self.fork_servers = fork_servers
-        self._host_use = HostUse()
+        self._host_use = host_use or HostUse()
         self._active: dict[RunHandle, Steps[RunResult]] = {}
         self._filenos: dict[RunHandle, Sequence[int] | None] = {}  # None: it has not started
 
@@ -113,20 +113,22 @@ class RunExecutor:
         paths: RunPaths,
         *,
         overrides: Sequence[str] = (),
+        like: Job | None = None,
         on_event: OnEvent | None = None,
         until: int | None = None,
     ) -> RunHandle:
         """Resume from the newest valid checkpoint; finished folds are not run again. `until`: see `submit`.
 
         `overrides` (`path=value`) change how the run continues (`workers=2`, `shard=none`), but not what it trains.
+        `like`: it goes on where this job would run: with its engine and network.
         """
-        return self._add(lambda handle: self._resumed_run(handle, paths, overrides, on_event), until)
+        return self._add(lambda handle: self._resumed_run(handle, paths, overrides, like, on_event), until)
 
     def submit_or_resume(
         self, job: Job, paths: RunPaths, *, on_event: OnEvent | None = None, trace: bool = False
     ) -> RunHandle:
-        """The run of a job in this directory: begun there, resumed, or as it ended there. For work that is made of runs
-        and may have been killed at any time."""
+        """The run of a job in this directory: begun there, resumed with the job's engine and network, or as it ended
+        there. For work that is made of runs and may have been killed at any time."""
         return self._add(lambda handle: self._begun_or_resumed(handle, job, paths, on_event, trace=trace))
 
     def submit_steps(self, make_steps: Callable[[RunHandle], Steps[RunResult]]) -> RunHandle:
@@ -225,10 +227,19 @@ class RunExecutor:
         return (yield from self._locked_run(handle, job, paths, on_event, trace=trace))
 
     def _resumed_run(
-        self, handle: RunHandle, paths: RunPaths, overrides: Sequence[str], on_event: OnEvent | None
+        self,
+        handle: RunHandle,
+        paths: RunPaths,
+        overrides: Sequence[str],
+        like: Job | None,
+        on_event: OnEvent | None,
+        *,
+        trace: bool = False,
     ) -> Steps[RunResult]:
         job = job_to_resume(paths, overrides)
-        return (yield from self._locked_run(handle, job, paths, on_event, save=bool(overrides)))
+        moved = job if like is None else moved_to(like, job, paths)
+        save = bool(overrides) or moved is not job
+        return (yield from self._locked_run(handle, moved, paths, on_event, trace=trace, save=save))
 
     def _begun_or_resumed(
         self, handle: RunHandle, job: Job, paths: RunPaths, on_event: OnEvent | None, *, trace: bool
@@ -237,7 +248,7 @@ class RunExecutor:
             handle.paths = paths
             return RunResult(paths, "finished", own)
         if paths.job.is_file():
-            return (yield from self._locked_run(handle, job_to_resume(paths, ()), paths, on_event, trace=trace))
+            return (yield from self._resumed_run(handle, paths, (), job, on_event, trace=trace))
         return (yield from self._new_run(handle, job, paths.root.parent, on_event, trace=trace, reserved=paths))
 
     def _locked_run(
@@ -376,9 +387,9 @@ def resume(
 
 
 @contextlib.contextmanager
-def open_executor(fork_server: ForkServer | None = None) -> Iterator[RunExecutor]:
-    """An executor with its own fork servers, or with the caller's."""
-    with ForkServerPool(fork_server) as fork_servers, RunExecutor(fork_servers) as executor:
+def open_executor(fork_server: ForkServer | None = None, *, host_use: HostUse | None = None) -> Iterator[RunExecutor]:
+    """An executor with its own fork servers, or with the caller's. `host_use`: what its runs know of their hosts."""
+    with ForkServerPool(fork_server) as fork_servers, RunExecutor(fork_servers, host_use=host_use) as executor:
         yield executor
 
 

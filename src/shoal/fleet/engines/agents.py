@@ -15,9 +15,10 @@ from shoal.fleet.agents.agent import LaunchCommand, StopCommand
 from shoal.fleet.agents.agent_pipe import PipeReport
 from shoal.fleet.engine import Exit, Launch, Node
 from shoal.fleet.engines.host_link import AgentHost, HostLink
-from shoal.fleet.engines.host_use import HostUse
+from shoal.fleet.engines.host_use import UNREACHABLE, HostUse
 from shoal.fleet.messages import ExitedReport, OutputReport
 from shoal.fleet.platform_facts import describe_difference
+from shoal.fleet.process_main import HOST_VARIABLE
 from shoal.net.wakeup import Wakeup
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
@@ -60,6 +61,7 @@ class AgentEngine:
 
     Nothing starts before every host is ready: a host that cannot be used, or would compute other bits, is an error at
     the start. A host that is lost later is one more failure to survive: it is tried again, and the others take over.
+    Runs beside this one, and later ones of the same process, do not wait for it either: see HostUse.
     """
 
     def __init__(self, hosts: Sequence[AgentHost], paths: RunPaths, *, host_use: HostUse | None = None) -> None:
@@ -179,8 +181,11 @@ class AgentEngine:
         name = link.host.name
         del self._links[name]
         self._retries[name].postpone()
-        if link.failure is not None and not self._all_were_ready:
-            self._failure = link.failure
+        failure, others_go_on = link.failure, self._host_use.may_miss(name)
+        if failure is None or failure.code == UNREACHABLE or others_go_on:
+            self._host_use.lose(name)
+        if failure is not None and not (self._all_were_ready or others_go_on):
+            self._failure = failure
         self._end_seats_of(link)
 
     def _end_seats_of(self, link: HostLink) -> None:
@@ -196,9 +201,14 @@ class AgentEngine:
             link.end()  # it came back as another machine: the others go on
         else:
             self._failure = self._failure or difference
+        if difference is None and not link.ended:
+            self._host_use.find(link.host.name)
         self._all_were_ready = self._all_were_ready or all(
-            name in self._links and self._links[name].state == "ready" for name in self._hosts
+            name in self._links and self._links[name].state == "ready" for name in self._demanded()
         )
+
+    def _demanded(self) -> list[str]:
+        return [name for name in self._hosts if not self._host_use.is_lost(name)]
 
     def _difference(self, link: HostLink) -> ShoalError | None:
         """Why this host would compute other bits than the first one."""
@@ -232,10 +242,15 @@ class AgentEngine:
                         seat=launch.seat,
                         entry=launch.entry,
                         arguments=list(launch.arguments),
-                        environment=dict(launch.environment),
+                        environment=dict(launch.environment) | {HOST_VARIABLE: self._told_name(link.host)},
                         reach=launch.reach,
                     )
                 )
+
+    @staticmethod
+    def _told_name(host: AgentHost) -> str:
+        """How errors of the user's code name the host; '' if it is a place in a queue, whose name says nothing."""
+        return "" if host.queued else host.name
 
     def _note_placed(self, link: HostLink, seat: Seat) -> None:
         """Called before the seat is sent to its host."""
@@ -244,14 +259,16 @@ class AgentEngine:
         return self._all_were_ready
 
     def _gives_up(self, placed: PlacedSeat) -> bool:
-        return self._all_were_ready and time.monotonic() > placed.waiting_since_s + NO_HOST_S
+        may_wait = self._all_were_ready or not self._demanded()
+        return may_wait and time.monotonic() > placed.waiting_since_s + NO_HOST_S
 
     def _choose(self, placed: PlacedSeat) -> HostLink | None:
         """The host with the most room. None: wait for one."""
         usable = [link for link in self._links.values() if link.usable]
         usable = [link for link in usable if placed.launch.node in (None, link.host.name)]
         best = min(usable, key=lambda link: (self._fullness(link), link.host.name), default=None)
-        others_may_return = sum(link.state == "ready" for link in self._links.values()) < len(self._hosts)
+        ready = {link.host.name for link in self._links.values() if link.state == "ready"}
+        others_may_return = any(not self._host_use.is_missing(name) for name in self._hosts.keys() - ready)
         is_early = time.monotonic() < placed.waiting_since_s + ROOM_WAIT_S
         return None if best and self._fullness(best) > 1 and others_may_return and is_early else best
 

@@ -42,6 +42,10 @@ MAX_ERROR_READS = 4
 MAX_UNSENT_BYTES = 8 << 20
 CLOSE_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 2.0
+BANNER_TIMEOUT_S = 60.0
+"""How long a host may say nothing after it was connected to. One that is asked for in a queue may take hours."""
+READY_TIMEOUT_S = 300.0
+"""How long an agent may take to import torch."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class HostLink:
         self.failure: ShoalError | None = None
         self.reports: list[PipeReport] = []
         self.outlived: list[Seat] | None = None
-        self.since_s = time.monotonic()
+        self._since_s = time.monotonic()  # the start, then the banner
         self._selector = selector
         self._banner_seen = isinstance(host.setup, AttachCommand)
         self._noise_bytes = 0
@@ -162,6 +166,22 @@ class HostLink:
             self._lose("it ended")
         elif self.state == "ready" and time.monotonic() > (self._unanswered_since_s or math.inf) + PONG_TIMEOUT_S:
             self._lose("it does not answer")
+        elif self.state == "starting":
+            self._check_start()
+
+    def _check_start(self) -> None:
+        """A host that accepts connections and then hangs would be waited for without an end."""
+        limit_s = READY_TIMEOUT_S if self._banner_seen else BANNER_TIMEOUT_S
+        if self.host.queued or time.monotonic() <= self._since_s + limit_s:
+            return
+        name, words = self.host.name, f" ({self.last_words})" if self.last_words else ""
+        message = f"{name} accepted the connection and said nothing for {limit_s:g} s{words}"
+        if self._banner_seen:
+            message = f"the agent on {name} is not ready after {limit_s:g} s: it still imports the modules of the job"
+        fix = "Look what hangs there: a login script, a file system, the interpreter."
+        self.failure = error("SH651", message, where=f"host {name}", fix=fix)
+        self._process.terminate()
+        self._lose("it does not start")
 
     def _take(self, line: bytes) -> None:
         if not self._banner_seen:
@@ -169,6 +189,7 @@ class HostLink:
             self._banner_seen = line.strip() == BANNER
             if not self._banner_seen and (self._noise_bytes > MAX_NOISE_BYTES or b'"shoal-agent"' in line):
                 raise ProtocolError("it does not speak this version's protocol")
+            self._since_s = time.monotonic() if self._banner_seen else self._since_s
             return
         report = parse_report(line)
         self._unanswered_since_s, self.doubtful = None, False
@@ -233,8 +254,10 @@ class HostLink:
             self._unsent += END + b"\n"
             self.flush()
         self.ended = True
-        if not self._banner_seen or (self.host.detached and self._unsent):
-            self._withdraw()  # it does not read its input yet, or any more
+        if not self._banner_seen and self._process.poll() is None:
+            self._process.terminate()  # it does not read its input yet
+        elif self.host.detached and self._unsent:
+            self._withdraw()  # it does not read its input any more
         self._close_input()
 
     def _withdraw(self) -> None:

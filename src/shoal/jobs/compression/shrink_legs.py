@@ -13,12 +13,11 @@ from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
 from shoal.jobs.coroutines import Steps
 from shoal.jobs.probes import probe_steps
-from shoal.jobs.resume import has_finished
+from shoal.jobs.resume import has_finished, load_moved
 from shoal.jobs.run_result import PAUSED, RunResult
 from shoal.plan.compression import shrink_step
 from shoal.spec.compression.steps import ModelShape
 from shoal.spec.job import Job
-from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths, write_atomically
 
 SECOND_LEG = "second-leg.json"
@@ -41,7 +40,7 @@ def run_legs(
     with run_dir.driver_lock(second):
         if has_finished(second):
             raise error("SH604", f"'{second.name}' has finished", where=str(second.root))
-        return (yield from drive(load_run_job(second.job), second, until))
+        return (yield from drive(load_moved(job, second), second, until))
 
 
 def last_leg(paths: RunPaths) -> RunPaths:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 
 from shoal.errors import ShoalError, describe_exception
+from shoal.fleet.engines.host_use import UNREACHABLE
 from shoal.jobs.run_executor import RunHandle
 from shoal.jobs.run_result import RunResult
 from shoal.plan.queueing import transitions
@@ -24,8 +25,10 @@ FINAL = ("SH606", "SH614", "SH636", "SH660", "SH662", "SH664", "SH665", "SH668",
 Settle = Callable[[QueueEntry], QueueEntry]
 
 
-def settle(handle: RunHandle, *, epoch: int) -> Settle:
-    """What the end of an attempt means for its entry."""
+def settle(handle: RunHandle, *, epoch: int, lost: Sequence[str] = ()) -> Settle:
+    """What the end of an attempt means for its entry. `lost`: hosts of the cluster that cannot be reached."""
+    if why := waits_for_hosts(handle, lost):
+        return partial(transitions.put_back, epoch=epoch, why=why)
     try:
         result = handle.result()
     except CancelledError:  # stopped while it was planned
@@ -54,3 +57,16 @@ def settle_error(failure: ShoalError, *, epoch: int) -> Settle:
     why = f"{failure.code}: {failure.message}"
     passing = failure.code in ("SH503", "SH510") or (failure.code.startswith("SH6") and failure.code not in FINAL)
     return partial(transitions.die if passing else transitions.fail, epoch=epoch, why=why)
+
+
+def waits_for_hosts(handle: RunHandle, lost: Sequence[str]) -> str:
+    """Why an attempt ended, if the reason is a host of the cluster that cannot be reached: no fault of the job, and the
+    next attempt does not wait for it. '' if it ended otherwise."""
+    try:
+        failure = handle.result().deciding.error
+    except ShoalError as raised:
+        failure = raised
+    except (Exception, CancelledError):
+        return ""
+    unreachable = failure is not None and failure.code == UNREACHABLE
+    return f"it waits for a host: {failure.message}" if failure and unreachable and lost else ""

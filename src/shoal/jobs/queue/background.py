@@ -14,6 +14,7 @@ from shoal.errors import EXIT_OK, error
 from shoal.jobs.queue.daemon_lock import is_served
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import QueueStore
+from shoal.jobs.queue.served_with import refuse_other_daemon
 from shoal.plan.queueing.transitions import MAX_FRUITLESS
 
 IDLE_S = 60.0
@@ -26,7 +27,7 @@ LONG_LIFE_S = 60.0
 
 def ensure_served(paths: QueuePaths) -> bool:
     """Start a daemon in the background unless one serves the queue. Returns whether it was started. SH648 if it does
-    not start.
+    not start, or would run the jobs elsewhere than the last one did.
 
     It must be called after the change that the daemon is to see: a daemon that ends gives the lease back in a
     transaction of its own, and this one then finds no holder.
@@ -34,6 +35,7 @@ def ensure_served(paths: QueuePaths) -> bool:
     with QueueStore(paths) as store:
         if store.lease().holder and is_served(paths):
             return False
+        refuse_other_daemon(paths)
         process = _spawn(paths)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not (store.lease().holder and is_served(paths)):

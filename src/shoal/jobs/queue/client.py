@@ -14,6 +14,7 @@ from shoal.jobs.queue.background import ensure_served
 from shoal.jobs.queue.daemon_lock import is_served
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import HistoryRow, QueueStore
+from shoal.jobs.queue.served_with import refuse_other_daemon
 from shoal.plan.queueing import transitions
 from shoal.plan.queueing.entry import MAX_PRIORITY, QueueEntry
 from shoal.plan.queueing.needs import speed_key
@@ -59,6 +60,8 @@ def submit(
         fix = f"Write at most {MAX_USER_CHARACTERS} printable characters."
         raise error("SH609", "a bad name of a user", where="--user", fix=fix)
     paths = QueuePaths.of(runs)
+    if start:
+        refuse_other_daemon(paths)
     with QueueStore(paths) as store:
         made = store.submit(_checked(jobs, work), user=user, priority=priority, after=after, work=work)
     if start:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.fleet.engines.host_use import HostUse
 from shoal.fleet.engines.make import capacity_of
 from shoal.jobs.queue.daemon import ClusterPool, Prepare
 from shoal.jobs.queue.network.server import QueueServer, bind
@@ -24,21 +25,28 @@ class Listening:
     tls: Path | None = None
 
 
-@dataclass(frozen=True)
 class EngineCluster:
-    """The machines of an engine. It decides itself where a worker goes."""
+    """The machines of an engine. It decides itself where a worker goes, and tells in `hosts` which are lost."""
 
-    engine: EngineConfig
+    def __init__(self, engine: EngineConfig, hosts: HostUse) -> None:
+        self._engine = engine
+        self._hosts = hosts
+        self._names = {node.name for node in capacity_of(engine)}
+        self._missing: set[str] = set()
 
     def capacity(self) -> CoreCapacity:
-        nodes = capacity_of(self.engine)
+        nodes = capacity_of(self._engine)
+        here = [node for node in nodes if not self._hosts.is_missing(node.name)]
         return CoreCapacity(
-            {node.name: node.cores for node in nodes},
-            memory_bytes={node.name: node.memory_bytes for node in nodes if node.memory_bytes},  # 0: unknown
+            {node.name: node.cores if node.seats is None else node.seats for node in here},
+            memory_bytes={node.name: node.memory_bytes for node in here if node.memory_bytes},  # 0: unknown
+            seats=any(node.seats is not None for node in nodes),
+            lost=tuple(node.name for node in nodes if self._hosts.is_lost(node.name)),
         )
 
     def has_changed(self) -> bool:
-        return False
+        before, self._missing = self._missing, {name for name in self._names if self._hosts.is_missing(name)}
+        return self._missing != before
 
     def place(self, wanted: Mapping[str, Sequence[str]]) -> None:
         pass
@@ -46,12 +54,18 @@ class EngineCluster:
 
 @contextlib.contextmanager
 def open_cluster(
-    paths: QueuePaths, engine: EngineConfig | None, listening: Listening | None, *, show: Callable[[str], None]
+    paths: QueuePaths,
+    engine: EngineConfig | None,
+    listening: Listening | None,
+    *,
+    hosts: HostUse,
+    show: Callable[[str], None],
 ) -> Iterator[tuple[ClusterPool, Prepare]]:
-    """The cluster, and what makes a job run there. Without an engine each job has its own."""
+    """The cluster, and what makes a job run there. Without an engine each job has its own. `hosts` is what the engines
+    of its runs know."""
     if listening is None:
         setter: Prepare = (lambda job: job) if engine is None else lambda job: job.model_copy(update={"engine": engine})
-        yield EngineCluster(engine or LocalEngineConfig()), setter
+        yield EngineCluster(engine or LocalEngineConfig(), hosts), setter
         return
     tls = listening.tls.resolve() if listening.tls else None
     contexts = load_tls_contexts(tls, where="--tls") if tls else None

@@ -90,6 +90,7 @@ class QueueDaemon:
         self._epoch = lease.epoch
         self._policy = policy
         self._cluster = cluster
+        self._counts_seats = cluster.capacity().seats
         self._idle_s = idle_s
         self._prepare = prepare
         self._clock = clock
@@ -150,7 +151,7 @@ class QueueDaemon:
             self._remember(entry)
 
     def _remember(self, entry: QueueEntry) -> None:
-        self._entries[entry.id] = entry
+        self._entries[entry.id] = entry.in_seats() if self._counts_seats else entry
         self._last_change = max(self._last_change, entry.change)
 
     def _apply(self, number: int, change: Settle) -> QueueEntry:
@@ -204,7 +205,8 @@ class QueueDaemon:
                 self._prove(self._clock())
                 del self._attempts[number]
                 self._keep_speeds(number, attempt)
-                self._apply(number, settle(attempt.handle, epoch=self._epoch))
+                lost = self._cluster.capacity().lost
+                self._apply(number, settle(attempt.handle, epoch=self._epoch, lost=lost))
                 self._served_s[number] = self._served_s.get(number, 0.0) + self._clock() - attempt.began_s
                 self._left[number] = _steps_left(attempt.run_state)
                 self._ended_s[number] = self._clock()

@@ -48,8 +48,9 @@ class Watch:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What is to be done, in a directory that was reserved for it, and in which it may have begun. The job is read when
-    it is needed."""
+    """What is to be done, in a directory that was reserved for it, and in which it may have begun. `load_job` reads the
+    job as it was submitted, with the engine and the network that the daemon gives it now: what has begun goes on there.
+    """
 
     work: Work
     paths: RunPaths
@@ -77,7 +78,7 @@ class TrainingKind:
     def begin(self, executor: RunExecutor, given: Assignment, watch: Watch) -> RunHandle:
         paths = given.paths
         if paths.job.is_file():
-            return executor.submit_resume(paths, on_event=watch.on_event)
+            return executor.submit_resume(paths, like=given.load_job(), on_event=watch.on_event)
         return executor.submit(given.load_job(), runs=paths.root.parent, on_event=watch.on_event, reserved=paths)
 
 
@@ -89,13 +90,12 @@ class SearchKind:
         return None if read_receipt(SearchPaths(paths).receipt) is None else RunResult(paths, "finished")
 
     def begin(self, executor: RunExecutor, given: Assignment, watch: Watch) -> RunHandle:
-        search, runs = SearchPaths(given.paths), given.paths.root.parent
+        search, runs, job = SearchPaths(given.paths), given.paths.root.parent, given.load_job()
         if not search.job.is_file():
-            job = given.load_job()
             check_searchable(job)
             search_dir.create(with_start_values(job, run_dir.check_runs(runs)), runs, reserved=given.paths)
         search.journal.touch(exist_ok=True)  # whoever created the directory may have been killed before
-        return submit_search(executor, search, on_result=watch.on_progress)
+        return submit_search(executor, search, like=job, on_result=watch.on_progress)
 
 
 class VerifyKind:

@@ -84,6 +84,11 @@ class QueuePaths:
         return self.root / "daemon.lock"
 
     @property
+    def served_with(self) -> Path:
+        """The options of the last daemon that decided where jobs run."""
+        return self.root / "served-with"
+
+    @property
     def log(self) -> Path:
         return self.root / "daemon.log"
 

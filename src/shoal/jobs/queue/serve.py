@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shoal.errors import EXIT_OK, ShoalError, did_you_mean, error
+from shoal.fleet.engines.host_use import HostUse
 from shoal.jobs.queue.background import IDLE_S, START_TIMEOUT_S, guard
 from shoal.jobs.queue.clusters import Listening, open_cluster
 from shoal.jobs.queue.daemon import QueueDaemon
 from shoal.jobs.queue.daemon_lock import daemon_lock, take_lease
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import QueueStore
+from shoal.jobs.queue.served_with import note_options
 from shoal.jobs.run_executor import RunExecutor, catch_stop_signals, open_executor
 from shoal.plan.queueing.elastic_shares import ElasticShares
 from shoal.plan.queueing.shares import FirstComeFirstServed, SharePolicy
@@ -37,12 +41,12 @@ def serve(
     """Run the jobs of the queue until a signal or `shoal down` ends this, or until it has been idle for `idle_s`."""
     if policy not in POLICIES:
         raise error("SH609", f"there is no policy '{policy}'", where="--policy", fix=did_you_mean(policy, POLICIES))
-    paths = QueuePaths.of(runs)
+    paths, hosts = QueuePaths.of(runs), HostUse()
     with (
         daemon_lock(paths, wait_s=wait_s),
         QueueStore(paths) as store,
-        open_cluster(paths, engine, listening, show=show) as (cluster, prepare),
-        open_executor() as executor,
+        open_cluster(paths, engine, listening, hosts=hosts, show=show) as (cluster, prepare),
+        open_executor(host_use=hosts) as executor,
     ):
         daemon = QueueDaemon(
             store,
@@ -53,6 +57,7 @@ def serve(
             idle_s=idle_s,
             prepare=prepare,
         )
+        note_options(paths, options_of(engine, listening))
         daemon.start()
         show(f"serves {paths.file}")
         with catch_stop_signals() as asked:
@@ -66,6 +71,16 @@ def serve(
             except ShoalError:  # the queue file cannot be used any more
                 save_and_stop(executor)
                 raise
+
+
+def options_of(engine: EngineConfig | None, listening: Listening | None) -> str:
+    """The options of `shoal up` that decide where jobs run."""
+    if listening is not None:
+        return shlex.join(["--listen", listening.address, *(["--tls", str(listening.tls)] if listening.tls else [])])
+    if engine is None:
+        return ""
+    fields = {"kind": engine.kind} | engine.model_dump(mode="json", exclude_defaults=True)
+    return shlex.join(["--engine", engine.kind if len(fields) == 1 else json.dumps(fields)])
 
 
 def save_and_stop(executor: RunExecutor) -> None:

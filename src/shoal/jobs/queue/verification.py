@@ -12,13 +12,13 @@ from shoal.events import EventWriter
 from shoal.jobs import run_dir
 from shoal.jobs.coroutines import Steps
 from shoal.jobs.resolve_auto import resolve_auto_steps
+from shoal.jobs.resume import load_moved
 from shoal.jobs.run_executor import OnEvent, RunExecutor, RunHandle
 from shoal.jobs.run_result import RunResult
 from shoal.jobs.verify import Divergence, VerifyResult, check_spread, pin_job, verify_steps, with_workers
 from shoal.plan.queueing.work import VerifyWork
 from shoal.spec.base import Spec
 from shoal.spec.job import Job
-from shoal.spec.load import load_run_job
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths, write_atomically
 
@@ -44,14 +44,13 @@ def verification_steps(
 ) -> Steps[RunResult]:
     """Begin in a reserved directory, or go on there. Runs that have ended are not run again."""
     handle.paths = paths
-    if paths.job.is_file():
-        job = load_run_job(paths.job)
-    else:
+    if not paths.job.is_file():
         planned, _ = yield from resolve_auto_steps(job, executor.fork_servers)
         pinned = pin_job(planned, max_workers=max(work.workers), purpose="verify")
         job = pinned.model_copy(update={"name": job.name})
         run_dir.create(job, paths.root.parent, reserved=paths)
     with run_dir.driver_lock(paths), contextlib.closing(EventWriter(paths.events, "driver")) as stream:
+        job = load_moved(job, paths)
         stream.emit("run_started", run=paths.name)
         try:
             result = yield from _compare(handle, executor, job, work, paths, on_event)

@@ -17,6 +17,7 @@ from shoal.jobs import run_dir
 from shoal.jobs.coroutines import TICK_S, Steps
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.probes import PROBE_MODULE
+from shoal.jobs.resume import load_moved
 from shoal.jobs.run_executor import RunExecutor, RunHandle, catch_stop_signals
 from shoal.jobs.run_result import RunResult
 from shoal.jobs.search import search_dir
@@ -342,23 +343,23 @@ def earlier_seconds(rows: list[AnyRow]) -> float:
 # ---- a search among other runs ----
 
 
-def submit_search(executor: RunExecutor, paths: SearchPaths, *, on_result: Callable[[], None]) -> RunHandle:
-    """Run the search of a directory, or go on with it, as one of the executor's runs. `on_result` is called when a
-    trial has a new result."""
-    return executor.submit_steps(lambda handle: _search_steps(handle, executor, paths, on_result))
+def submit_search(executor: RunExecutor, paths: SearchPaths, *, like: Job, on_result: Callable[[], None]) -> RunHandle:
+    """Run the search of a directory, or go on with it, as one of the executor's runs, where the job `like` would run.
+    `on_result` is called when a trial has a new result."""
+    return executor.submit_steps(lambda handle: _search_steps(handle, executor, paths, like, on_result))
 
 
 def _search_steps(
-    handle: RunHandle, executor: RunExecutor, paths: SearchPaths, on_result: Callable[[], None]
+    handle: RunHandle, executor: RunExecutor, paths: SearchPaths, like: Job, on_result: Callable[[], None]
 ) -> Steps[RunResult]:
     handle.paths = paths.run
-    job = load_run_job(paths.job)
 
     def on_update(progress: SearchProgress) -> None:
         if any(isinstance(row, ToldRow) for row in progress.rows[progress.earlier_rows :]):
             on_result()
 
     with run_dir.driver_lock(paths.run):
+        job = load_moved(like, paths.run)
         workers = handle.wanted_workers or job.workers_per_replica
         outcome = yield from SearchDriver(job, paths, executor, workers=workers, on_update=on_update).steps(handle)
     return RunResult(paths.run, outcome.status)

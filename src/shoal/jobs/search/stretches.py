@@ -181,7 +181,7 @@ class StretchRuns:
         run.began_s = time.monotonic()
         hold_data(self.executor.fork_servers.for_job(run.job), run.job)
         if run.paths.job.exists():
-            run.handle = self.executor.submit_resume(run.paths, until=run.until, on_event=run.on_event)
+            run.handle = self.executor.submit_resume(run.paths, like=run.job, until=run.until, on_event=run.on_event)
             return
         if run.stretch.copy_of is not None:
             copy_checkpoint(run.job, run.paths, source=self.paths.trial(run.stretch.copy_of[0]), step=self._copied(run))

@@ -79,3 +79,7 @@ class QueueEntry(Spec):
     @property
     def has_ended(self) -> bool:
         return self.state in ENDED
+
+    def in_seats(self) -> QueueEntry:
+        """As it counts where a worker takes one place, however many threads it has."""
+        return self.model_copy(update={"needs": self.needs.model_copy(update={"cores": 1})})

@@ -37,11 +37,17 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class CoreCapacity:
-    """Cores and memory by node, and the most cores that the jobs of a user may have at a time."""
+    """Cores and memory by node, and the most cores that the jobs of a user may have at a time.
+
+    `seats`: `nodes` has places for workers instead, each for one worker with any number of threads; quotas count them
+    too. `lost`: hosts of the cluster that cannot be reached. They are in `nodes` while they may come back at once.
+    """
 
     nodes: Mapping[str, int]
     quotas: Mapping[str, int] = field(default_factory=dict)
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    seats: bool = False
+    lost: tuple[str, ...] = ()
 
     @property
     def cores(self) -> int:
