@@ -62,6 +62,18 @@ def test_a_run_tells_its_end_and_its_metrics(run, webhook, tmp_path):
     assert done.receipt.job_sha256 == plain.receipt.job_sha256  # alerts are no part of the result
 
 
+LOCAL_STEPS = {"kind": "local", "every": 4}
+
+
+@pytest.mark.parametrize("changes", [{}, {"sync": LOCAL_STEPS}], ids=["every step", "local"])
+def test_a_loss_that_is_not_finite_is_told_before_the_failure(run, changes):
+    hot = {"optimizer": {"name": "SGD", "args": {"lr": 1e30}}, "steps": 8}
+    done = run(MLP, alerts=[{"when": "nan"}, {"when": "failed"}], **hot, **changes)
+    assert (done.status, done.error.code) == ("failed", "SH403")
+    told = [(event["when"], event["about"]) for event in read_events(done.paths.events) if event.kind == "alert"]
+    assert told == [("nan", "loss"), ("failed", "")]
+
+
 def test_what_cannot_be_delivered_is_told_without_the_address(webhook):
     address, got = webhook
     one = AlertSender()
