@@ -20,7 +20,7 @@ from shoal.spec.load import load_run_job, save_job
 from shoal.spec.run_paths import RunPaths
 from shoal.storage.logs import plain_line
 from shoal.web import gate
-from shoal.web.access import AccessControl
+from shoal.web.access import MAX_SESSIONS, AccessControl
 from shoal.web.acting import SessionRoutes
 from shoal.web.app import STATIC, static_files
 from shoal.web.routes import api_routes
@@ -397,6 +397,27 @@ def test_wrong_codes_are_counted(served):
     answers = [client.post("/api/v1/session", json={"secret": f"no-{n}"}).status_code for n in range(60)]
     assert answers[0] == 401
     assert 429 in answers
+
+
+# 20, 31: a token for one run logs nobody else out
+def test_many_sessions_of_one_token_end_only_its_own(served):
+    owner, other = served.browser(), served.browser("read")
+    token = served.tokens.create("guest", role="read", runs=["mlp-1"], expires_t=None)
+    pages = [served.client() for _ in range(MAX_SESSIONS + 5)]
+    for page in pages:
+        assert page.post("/api/v1/session", json={"secret": token}).status_code == 200
+    assert [page.get("/api/v1/me").status_code for page in pages] == [401] * 5 + [200] * MAX_SESSIONS
+    assert {one.get("/api/v1/me").status_code for one in (owner, other)} == {200}
+
+
+def test_too_many_sessions_at_once_are_refused(served, monkeypatch):
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    token = served.tokens.create("guest", role="read", runs=[], expires_t=None)
+    client = served.client()
+    answers = [client.post("/api/v1/session", json={"secret": token}).status_code for _ in range(int(gate.BURST) + 1)]
+    assert set(answers[:-1]) == {200}
+    assert answers[-1] == 429
 
 
 def test_a_file_of_tokens_that_others_can_read_is_refused(served):

@@ -258,12 +258,13 @@ class SessionRoutes:
 
     def begin(self, call: Call) -> Response:
         found = self._access.begin_session(call.body.secret)
+        assert self.api is not None
         if found is None:
-            assert self.api is not None
             self.api.count_failure(call.request)
             problem = {"type": "about:blank", "title": "the code is used or wrong", "status": 401}
             return json_response(call.request, problem, status=401)
         secret, identity = found
+        self.api.count_request(identity)
         answer = json_response(call.request, _describe_identity(identity))
         answer.set_cookie(
             self._cookie,

@@ -162,9 +162,13 @@ class Api:
             if header or session_secret(request, self.cookie):
                 self.count_failure(request)
             raise RequestRefused(401, "a token is needed: open the link that `shoal web` printed")
+        self.count_request(identity)
+        return identity
+
+    def count_request(self, identity: Identity) -> None:
+        """RequestRefused if there were too many."""
         if not self._rate.take(identity.name):
             raise RequestRefused(429, "too many requests; wait a second")
-        return identity
 
     def known_identity(self, request: Request) -> Identity | None:
         """Whose token or session the request has now; None if it has none, or it has expired or was revoked."""
