@@ -210,6 +210,8 @@ DEFENCES = [
             f"{LIVE}test_questions_at_once_are_bounded"),
     Defence("24", TABLE, "if not self._rate.take(identity.name):", "if False:",
             f"{ATTACKS}test_too_many_requests_are_refused"),
+    Defence("24", SITE, ">= MAX_RUNNING:", ">= 1000:",
+            f"{ATTACKS}test_operations_of_one_identity_are_few"),
     Defence("25", STREAM, "if self._open[who] >= MAX_STREAMS or self._open.total() >= MAX_ALL_STREAMS:", "if False:",
             f"{LIVE}test_a_ninth_stream_is_refused_until_another_ends"),
     Defence("25", STREAM, "            self._open[call.identity.name] -= 1\n", "            pass\n",

@@ -5,6 +5,7 @@ import ast
 import json
 import os
 import stat
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +18,17 @@ from shoal.errors import ShoalError
 from shoal.jobs.queue.access_tokens import ROLES, Identity, TokenFile
 from shoal.spec.alerts.config import AlertConfig
 from shoal.spec.load import load_run_job, save_job
+from shoal.spec.private_file import open_lock_file
 from shoal.spec.run_paths import RunPaths
+from shoal.storage.locks import locked
 from shoal.storage.logs import plain_line
-from shoal.web import gate
+from shoal.web import gate, site
 from shoal.web.access import MAX_SESSIONS, AccessControl
 from shoal.web.acting import SessionRoutes
 from shoal.web.app import STATIC, static_files
 from shoal.web.routes import api_routes
 from shoal.web.serve import WebServer, parse_listen
+from shoal.web.site import MAX_RUNNING
 from shoal.web.stream import MAX_STREAMS, Streams
 from tests.jobs.past_run import write_run
 from tests.web.conftest import COOKIE, PORT, URL
@@ -629,6 +633,37 @@ def test_a_session_ends_when_its_link_expires(served, monkeypatch):
     assert access.of_session(secret)
     monkeypatch.setattr(time, "time", lambda now=time.time: now() + 10)
     assert access.of_session(secret) is None
+
+
+# 24: one token for one run leaves the others room to act
+def test_operations_of_one_identity_are_few(served, monkeypatch):
+    monkeypatch.setattr("shoal.web.site.OPERATION_WAIT_S", 0.01)
+    one, other = served.client("operate", runs=["mlp-1"]), served.client("operate")
+    path, body = "/api/v1/runs/mlp-1/tags", {"add": ["best"]}
+    with locked(open_lock_file(served.runs / ".tags.lock")):
+        begun = [one.post(path, json=body) for _ in range(MAX_RUNNING)]
+        assert [answer.status_code for answer in begun] == [202] * MAX_RUNNING
+        assert one.post(path, json=body).status_code == 429
+        assert other.post(path, json=body).status_code == 202
+        assert len(served.said) == MAX_RUNNING + 1
+    monkeypatch.undo()
+    served.site.operation(begun[-1].json()["operation"]).future.result(60)
+    assert one.post(path, json=body).status_code == 200
+
+
+def test_an_operation_that_ends_while_it_is_waited_for_is_a_success(served, monkeypatch):
+    """Between the end of the wait and the look at what came of it."""
+    look = site.wait
+
+    def wait_too_short(futures, timeout):
+        look(futures, 0)
+        may_end.set()
+        return look(futures)
+
+    may_end = threading.Event()
+    monkeypatch.setattr(site, "wait", wait_too_short)
+    begun = served.site.begin("wait", "mlp-1", "me", lambda: {"ended": may_end.wait(60)})
+    assert begun.future.result() == {"ended": True}
 
 
 # 32: nothing from elsewhere
