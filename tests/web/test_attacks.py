@@ -4,6 +4,7 @@ in tests/storage/test_storage.py, and 32 in test_browser.py too. That they do fa
 import ast
 import json
 import os
+import shutil
 import stat
 import threading
 import time
@@ -30,6 +31,7 @@ from shoal.web.routes import api_routes
 from shoal.web.serve import WebServer, parse_listen
 from shoal.web.site import MAX_RUNNING
 from shoal.web.stream import MAX_STREAMS, Streams
+from shoal.web.table import without_paths
 from tests.jobs.past_run import write_run
 from tests.web.conftest import COOKIE, PORT, URL
 
@@ -333,7 +335,7 @@ def test_resume_starts_exactly_one_command(served, monkeypatch):
     started = []
     monkeypatch.setattr(
         "shoal.web.acting.subprocess.Popen",
-        lambda words, **more: started.append((words, more)) or type("P", (), {"pid": 1}),
+        lambda words, **more: started.append((words, more)) or SimpleNamespace(pid=1, poll=lambda: 0, returncode=0),
     )
     (served.runs / "mlp-1" / "receipt.json").unlink()
     (served.runs / "mlp-1").rename(served.runs / "--help")
@@ -343,6 +345,25 @@ def test_resume_starts_exactly_one_command(served, monkeypatch):
     assert words[-2:] == ["--", "--help"]
     assert more["start_new_session"]
     assert "shell" not in more
+
+
+# 12, 18: where the runs lie is nobody's business
+def test_errors_tell_no_path(served):
+    client = served.client("operate")
+    entry = client.post("/api/v1/runs/mlp-1/delete", json={"confirm": "mlp-1"}).json()["result"]["entry"]
+    shutil.copytree(served.runs / "mlp-2", served.runs / "mlp-1")
+    shutil.copytree(served.runs / "mlp-2", served.runs / "cnn-1" / "fold-0")
+    taken = client.post(f"/api/v1/trash/{entry}/restore", json={})
+    inner = client.post("/api/v1/runs/cnn-1~fold-0/delete", json={"confirm": "fold-0"})
+    assert [(one.status_code, one.json()["code"]) for one in (taken, inner)] == [(409, "SH671"), (422, "SH609")]
+    assert taken.json()["title"] == "mlp-1 exists"
+    assert not any(part in one.text for one in (taken, inner) for part in (str(served.runs), str(served.runs.parent)))
+
+
+def test_what_is_no_path_stays_in_an_error():
+    assert without_paths("'/a b/c.py' (/home/me/runs/x): /x/y, file:/z") == "'/a b/c.py' (x): y, file:/z"
+    same = "https://hooks.example/a/b, 3/4, and/or, digits-1/fold-0, ../x/y, s3://bucket/key"
+    assert without_paths(same) == same
 
 
 # 18: no route takes an address to ask

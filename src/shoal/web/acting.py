@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -27,7 +29,13 @@ from shoal.storage.trash import empty_trash, move_to_trash, restore
 from shoal.web import answers
 from shoal.web.access import AccessControl
 from shoal.web.site import Operation
-from shoal.web.table import Api, Call, json_response, session_secret
+from shoal.web.table import Api, Call, json_response, session_secret, without_paths
+
+POLL_S = 0.1
+SETTLED_S = 2.0
+"""A driver that ends later than this tells why in the events of the run."""
+MAX_TOLD_BYTES = 1 << 16
+_TOLD_ERROR = re.compile(r"^(?P<code>SH\d{3}) (?P<message>.*)\n +→ (?P<fix>.*)$", re.MULTILINE)
 
 
 class ScaleBody(Spec):
@@ -106,17 +114,33 @@ def resume_run(call: Call) -> Response:
         job_to_resume(paths, ())
     if run_dir.is_driven(paths):
         raise error("SH602", f"'{paths.name}' is driven already")
-    return begin_operation(call, "resume", lambda: {"pid": _start_driver(paths)})
+    return begin_operation(call, "resume", lambda: {"pid": _start_driver(paths, call.site.stopping)})
 
 
-def _start_driver(paths: RunPaths) -> int:
-    descriptor = os.open(paths.root / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+def _start_driver(paths: RunPaths, stopping: threading.Event) -> int:
+    """Returns its process id when it has driven the run for a moment, or has ended well; raises why it ended."""
+    descriptor = os.open(paths.root / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     words = [sys.executable, "-m", "shoal", "resume", "--runs", str(paths.root.parent), "--quiet", "--", paths.name]
-    with os.fdopen(descriptor, "ab") as log:
+    with os.fdopen(descriptor, "r+b", buffering=0) as log:
+        begin = log.seek(0, os.SEEK_END)
         started = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True
         )
+        driven_s = 0.0
+        while started.poll() is None and driven_s < SETTLED_S and not stopping.wait(POLL_S):
+            driven_s += POLL_S if run_dir.is_driven(paths) else 0.0
+        if started.returncode:
+            log.seek(begin)
+            raise _why_it_ended(started.returncode, log.read(MAX_TOLD_BYTES).decode(errors="replace"))
     return started.pid
+
+
+def _why_it_ended(code: int, told: str) -> ShoalError:
+    """The error that `shoal resume` printed, or its last line."""
+    if found := list(_TOLD_ERROR.finditer(told)):
+        return error_from_fields(found[-1].groupdict())
+    last = (told.strip().splitlines() or ["it said nothing"])[-1][:500]
+    return error("SH612", f"the driver ended with {code}: {last}", fix="See driver.log in the run.")
 
 
 def scale_run(call: Call) -> Response:
@@ -243,10 +267,9 @@ def _describe(operation: Operation) -> answers.OperationAnswer:
     failure = operation.future.exception()
     if failure is None:
         return answers.OperationAnswer(**facts, state="done", result=operation.future.result())
-    known = (
-        failure if isinstance(failure, ShoalError) else error_from_fields({"code": "SH605", "message": str(failure)})
-    )
-    return answers.OperationAnswer(**facts, state="failed", error={**known.to_fields(), "where": ""})
+    known = failure if isinstance(failure, ShoalError) else error("SH605", str(failure))
+    told = {"code": known.code, "message": without_paths(known.message), "where": "", "fix": without_paths(known.fix)}
+    return answers.OperationAnswer(**facts, state="failed", error=told)
 
 
 class SessionRoutes:

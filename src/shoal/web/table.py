@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ STATUS = {
     "SH510": 507,
 }  # fmt: skip
 Public = Literal["public"]
+_PATH = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"`,;:()]+/)+")
 
 
 class NoInput(Spec):
@@ -270,13 +272,18 @@ def _finite(value: Any) -> Any:
     return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
+def without_paths(text: str) -> str:
+    """Of each absolute path only the last name."""
+    return _PATH.sub("", text)
+
+
 def problem(failure: ShoalError) -> Response:
     """An error as RFC 9457 describes it, with Shoal's code and fix. Paths of this machine stay here."""
     one = next(iter(single_errors(failure)), failure)
     status = 422 if isinstance(failure, ErrorGroup) else STATUS.get(one.code, 422 if one.code < "SH3" else 409)
     content = {
-        "type": f"urn:shoal:error:{one.code}", "title": one.message, "status": status, "code": one.code,
-        "where": "" if "/" in one.where else one.where, "fix": one.fix,
+        "type": f"urn:shoal:error:{one.code}", "title": without_paths(one.message), "status": status,
+        "code": one.code, "where": "" if "/" in one.where else one.where, "fix": without_paths(one.fix),
     }  # fmt: skip
     return Response(encode_json(content), status_code=status, media_type="application/problem+json")
 

@@ -144,7 +144,9 @@ def test_one_delivery_takes_a_bounded_time(webhook, monkeypatch):
     """Also of a webhook whose answer comes byte by byte, and of a command with a secret in its words."""
     monkeypatch.setattr(sender, "TIMEOUT_S", 0.2)
     one = AlertSender()
-    one.send(AlertConfig(when="failed", webhook=f"{webhook[0]}/slow", command=["sh", "-c", "sleep 60", "SECRET"]), CONTENT)
+    one.send(
+        AlertConfig(when="failed", webhook=f"{webhook[0]}/slow", command=["sh", "-c", "sleep 60", "SECRET"]), CONTENT
+    )
     one.send(AlertConfig(when="failed", command=["sleep", "60"]), CONTENT)
     one.close()
     told = one.take_failures()
