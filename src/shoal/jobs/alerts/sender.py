@@ -56,7 +56,9 @@ class AlertSender:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._waiting.get_nowait()
-        self._waiting.put(None)
+                self._waiting.task_done()
+        if self._thread is not None:
+            self._waiting.put(None)
         if lost:
             self._failures.put(f"alerts that were not delivered before the run ended: {lost}")
 
@@ -69,6 +71,7 @@ class AlertSender:
                 self._failures.put(f"an alert ({rule.when}) was not delivered: {failure}")
             finally:
                 self._waiting.task_done()
+        self._waiting.task_done()
 
 
 class DeliveryError(Exception):
