@@ -635,6 +635,34 @@ def test_a_token_for_some_runs_sees_no_other(served):
     assert starter.post("/api/v1/queue", json={"run": "mlp-1"}).status_code == 403
 
 
+OF_RUNS = [route for route in PROTECTED if "{run}" in route.path]
+INPUT = {
+    "drain": {"who": "worker-0"},
+    "delete": {"confirm": "mlp-2"},
+    "search": {"find": "x"},
+    "diff": {"with": "mlp-2"},
+}
+
+
+@pytest.mark.parametrize("route", OF_RUNS, ids=lambda route: f"{route.method} {route.path}")
+def test_a_token_for_one_run_is_for_no_route_of_another(served, route):
+    """It learns as little as of a run that is not there, and nothing changes."""
+    client = served.client("submit", runs=["mlp-1"])
+    before = {path: path.read_bytes() for path in served.runs.rglob("*") if path.is_file()}
+    given = INPUT.get(route.path.rpartition("/")[2], {})
+    sent = {"json": given} if route.method == "POST" else {"params": given}
+
+    def ask(run):
+        answer = client.request(route.method, filled(route.path.replace("{run}", run)), **sent)
+        return answer.status_code, answer.text.replace(run, "RUN")
+
+    for name in ("mlp-2", "mlp-2~fold-0"):
+        assert ask(name) == ask("none-1".join(name.split("mlp-2")))
+        assert ask(name)[0] == 404
+    assert served.said == []
+    assert {path: path.read_bytes() for path in served.runs.rglob("*") if path.is_file()} == before
+
+
 def test_links_expire_and_can_be_revoked(served):
     late = served.client("read", expires_t=time.time() - 1)
     assert late.get("/api/v1/me").status_code == 401
