@@ -25,7 +25,7 @@ from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths
 from shoal.storage import cleanup, compaction
 from shoal.storage.tags import change_tags
-from shoal.storage.trash import empty_trash, move_to_trash, restore
+from shoal.storage.trash import delete_for_good, empty_trash, move_to_trash, restore
 from shoal.web import answers
 from shoal.web.access import AccessControl
 from shoal.web.site import Operation
@@ -57,10 +57,12 @@ class TagBody(Spec):
 
 
 class DeleteBody(Spec):
-    """`confirm`: the run's name again. `part`: '' for the whole run, or checkpoints."""
+    """`confirm`: the run's name again. `part`: '' for the whole run, or checkpoints. `for_good`: without undo, for
+    which a full disk has no room."""
 
     confirm: str = Field(max_length=300)
     part: str = Field("", max_length=20)
+    for_good: bool = False
 
 
 class EmptyTrashBody(Spec):
@@ -189,12 +191,17 @@ def delete_run(call: Call) -> Response:
         raise error("SH609", "the name is not repeated", where="confirm", fix="Send the run's name as `confirm`.")
 
     def act() -> dict[str, Any]:
-        entry = move_to_trash(call.paths, call.site.runs, part=call.body.part)
-        call.site.states.drop(call.paths)
-        call.site.histories.drop(call.paths)
-        return {"entry": entry.name, **entry.fields}
+        paths, runs, part = call.paths, call.site.runs, call.body.part
+        if call.body.for_good:
+            done: dict[str, Any] = {"run": paths.name, "freed_bytes": delete_for_good(paths, runs, part=part)}
+        else:
+            entry = move_to_trash(paths, runs, part=part)
+            done = {"entry": entry.name, **entry.fields}
+        call.site.states.drop(paths)
+        call.site.histories.drop(paths)
+        return done
 
-    return begin_operation(call, "delete", act)
+    return begin_operation(call, "delete for good" if call.body.for_good else "delete", act)
 
 
 def compact_run(call: Call) -> Response:
