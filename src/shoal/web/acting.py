@@ -101,7 +101,15 @@ class SecretBody(Spec):
     secret: str = Field(min_length=1, max_length=200)
 
 
+def _refuse_searches(paths: RunPaths) -> None:
+    if paths.search_journal.is_file():
+        fix = f"Use the command line: shoal search stop {paths.name}, shoal search resume {paths.name}."
+        raise error("SH632", f"'{paths.name}' is a search", fix=fix)
+
+
 def stop_run(call: Call) -> Response:
+    _refuse_searches(call.paths)
+
     def act() -> dict[str, Any]:
         state = commands.stop(call.paths)
         return {"status": state.status, "saved_step": state.saved_step}
@@ -112,6 +120,7 @@ def stop_run(call: Call) -> Response:
 def resume_run(call: Call) -> Response:
     """Starts `shoal resume` as a process of its own: it outlives this server."""
     paths = call.paths.parent_run
+    _refuse_searches(paths)
     if not paths.asked_compression.is_file():
         job_to_resume(paths, ())
     if run_dir.is_driven(paths):
@@ -146,6 +155,8 @@ def _why_it_ended(code: int, told: str) -> ShoalError:
 
 
 def scale_run(call: Call) -> Response:
+    _refuse_searches(call.paths)
+
     def act() -> dict[str, Any]:
         answer = commands.scale(call.paths, call.body.workers, servers=call.body.servers)
         return {"wanted": answer.wanted, "servers_wanted": answer.servers_wanted, "notes": answer.notes}
@@ -154,6 +165,8 @@ def scale_run(call: Call) -> Response:
 
 
 def drain_worker(call: Call) -> Response:
+    _refuse_searches(call.paths)
+
     def act() -> dict[str, Any]:
         seat, answer = commands.drain(call.paths, call.body.who)
         went = commands.wait_for_departure(call.paths, seat)
