@@ -60,7 +60,28 @@ def test_stalled_counts_from_the_last_sign_of_life():
     assert one.look(159.0, work_s={}, free_bytes=None) == []
     one.observe(step(1, 1.0), 150.0)
     assert one.look(209.0, work_s={}, free_bytes=None) == []
-    assert texts(one.look(210.0, work_s={}, free_bytes=None)) == ["nothing has happened for 60 s"]
+    assert texts(one.look(210.0, work_s={}, free_bytes=None)) == ["no new step, evaluation or save for 60 s"]
+
+
+def test_a_run_that_only_repeats_its_steps_is_stalled():
+    one = judge({"when": "stalled", "after_s": 60})
+    one.observe(step(9, 1.0), 10.0)
+    for n, kind in enumerate(("worker_died", "view", "joined", "built", "resumed")):
+        one.observe(Event(kind, 1.0, "driver", None, {}), 20.0 + n)
+    one.observe(step(8, 1.0), 60.0)
+    one.observe(step(9, 1.0), 65.0)
+    assert len(one.look(70.0, work_s={}, free_bytes=None)) == 1
+    one.observe(evaluated(9, accuracy=0.5), 71.0)
+    assert one.progress_s == 71.0
+
+
+def test_a_loss_that_ends_the_run_is_told_once():
+    one = judge({"when": "nan"})
+    failures = [
+        Event("failed", 1.0, f"worker-{n}", None, {"code": code, "message": "the loss is inf at step 3"})
+        for n, code in enumerate(("SH401", "SH403", "SH403"))
+    ]
+    assert [texts(one.observe(event, 1.0)) for event in failures] == [[], ["the loss is inf at step 3"], []]
 
 
 def test_stragglers_and_disk():

@@ -135,7 +135,21 @@ def test_a_driven_run_is_not_deleted(runs):
     with run_dir.driver_lock(paths), pytest.raises(ShoalError) as refused:
         trash.move_to_trash(paths, runs)
     assert refused.value.code == "SH602"
+    with run_dir.driver_lock(paths), pytest.raises(ShoalError) as refused:
+        trash.delete_for_good(paths, runs)
+    assert refused.value.code == "SH602"
     assert paths.job.is_file()
+    assert trash.list_trash(runs) == []
+
+
+def test_a_run_can_be_deleted_without_undo(runs, capsys, monkeypatch):
+    (runs / "mlp-1" / "model").mkdir()
+    (runs / "elsewhere").mkdir()
+    (runs / "mlp-1" / "linked").symlink_to(runs / "elsewhere")
+    words = ["trash", "--delete", "mlp-1", "--for-good", "--runs", runs]
+    assert call_verb(capsys, monkeypatch, *words)[0] == 0
+    assert not (runs / "mlp-1").exists()
+    assert (runs / "elsewhere").is_dir()
     assert trash.list_trash(runs) == []
 
 

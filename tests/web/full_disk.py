@@ -18,6 +18,7 @@ CHANGES = {
     "runs/mlp-1/tags": {"add": ["best"]},
     "runs/mlp-1/compact": {},
 }
+GO = ("gone-1", "gone-2")
 
 
 def main():
@@ -28,10 +29,14 @@ def main():
     with paths.events.open("ab") as file:
         reason = {"reason": "No space left on device", "code": "SH510"}
         file.write(format_event(Event("save_failed", 1.7e9 + 5000, "worker-0", 3000, reason)))
+    for name in GO:
+        gone = write_run(disk / name)
+        gone.lock.touch(0o600)  # as every run has it that was driven
+        (gone.root / "model.bin").write_bytes(b"x" * (100 << 10))
     served = Served(disk)
     client = served.client("operate")
     fill(disk)
-    found = {"full": ask(client)}
+    found = {"full": ask(client), "freed": free(client, disk)}
     (disk / "filler").unlink()
     found["room"] = ask(client)
     found["files"] = sorted(str(path.relative_to(disk)) for path in disk.rglob("*tmp*"))
@@ -42,6 +47,24 @@ def main():
     found["whole"] = RunPaths(disk / "mlp-1").events.read_bytes().count(b'"kind":"step"')
     print(json.dumps(found))
     served.site.close()
+
+
+def free(client, disk):
+    """Delete runs on the full disk: to the empty trash, for good, then to the trash, for which there is room now."""
+    asked = [("gone-1", {}), ("gone-1", {"for_good": True}), ("gone-2", {})]
+    answers, entries = [], []
+    for name, more in asked:
+        one = client.post(f"/api/v1/runs/{name}/delete", json={"confirm": name, **more})
+        answers.append([one.status_code, one.json().get("code", ""), one.json().get("fix", "")])
+        entries.append(sorted(path.name for path in disk.glob(".trash/*/*")))
+    client.post("/api/v1/trash/empty", json={"confirm": "empty"})
+    return {
+        "answers": answers,
+        "entries": entries,
+        "runs": sorted(path.name for path in disk.iterdir() if path.is_dir() and not path.name.startswith(".")),
+        "free_bytes": client.get("/api/v1/storage").json()["free_bytes"],
+        "left": [path.name for path in (disk / ".trash").iterdir() if path.name != "plans"],
+    }
 
 
 def fill(disk):

@@ -23,9 +23,9 @@ PATIENCE_S = 180
 
 
 @contextlib.contextmanager
-def serving(runs: Path, *, listen: str = "127.0.0.1:0") -> Iterator[WebServer]:
+def serving(runs: Path, *, listen: str = "127.0.0.1:0", tls: Path | None = None) -> Iterator[WebServer]:
     """The server in a thread of this process, on a real port."""
-    server = WebServer(runs, listen=listen, say=lambda line: None)
+    server = WebServer(runs, listen=listen, tls=tls, say=lambda line: None)
     thread = threading.Thread(target=server.run_in_thread)
     thread.start()
     try:

@@ -271,6 +271,34 @@ def test_metrics_are_of_live_runs_only(served):
     assert text.endswith("# EOF\n")
 
 
+def test_metrics_are_what_prometheus_reads(served):
+    """By the strict parser of its own library, with names that end a label, a line or a set of labels."""
+    parser = pytest.importorskip("prometheus_client.openmetrics.parser")
+    names = ['a"b', "a\\nb", "a\nb", "\\", '"', "}", '", x="', "\r", "\u2028", "é", "# EOF", "", "a" * 500]
+    client, paths = served.client("read"), served.site.find("mlp-1").root.rename(served.runs / 'a "b"\\')
+    paths = RunPaths(paths)
+    paths.events.write_bytes(b"".join(paths.events.read_bytes().splitlines(keepends=True)[:20]))
+    values = dict(zip(names, [0.5, float("nan"), float("inf"), float("-inf"), 1e300, *range(20)], strict=False))
+    usage = {"worker": "worker-0", "cpu": 0.5, "rss_bytes": 10, "room_bytes": 90, "net_bytes_s": 0}
+    append(
+        paths,
+        Event("evaluated", 1.8e9, "worker-0", 17, {"split": "validation", "metrics": values}),
+        Event("usage", 1.8e9, "driver", None, usage),
+    )
+    served.site.forget_rows()
+    with run_dir.driver_lock(paths):
+        answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    families = {one.name: one for one in parser.text_string_to_metric_families(answer.content.decode())}
+    found = {one.labels["metric"]: one.value for one in families["shoal_run_metric"].samples}
+    assert str(found) == str({name: float(value) for name, value in values.items()})  # NaN is not equal to itself
+    assert {one.labels["run"] for family in families.values() for one in family.samples} == {paths.name}
+    assert {name: (family.type, family.documentation) for name, family in families.items()} == {
+        name: HELP[name] for name in families
+    }
+    assert families.keys() >= {"shoal_run_deaths", "shoal_worker_memory_bytes", "shoal_run_worker_seconds"}
+
+
 def test_metrics_of_a_run_that_goes_hide_no_other(served):
     client = served.client("read")
     with contextlib.ExitStack() as driven:

@@ -4,7 +4,9 @@ in tests/storage/test_storage.py, and 32 in test_browser.py too. That they do fa
 import ast
 import json
 import os
+import shutil
 import stat
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +19,19 @@ from shoal.errors import ShoalError
 from shoal.jobs.queue.access_tokens import ROLES, Identity, TokenFile
 from shoal.spec.alerts.config import AlertConfig
 from shoal.spec.load import load_run_job, save_job
+from shoal.spec.private_file import open_lock_file
 from shoal.spec.run_paths import RunPaths
+from shoal.storage.locks import locked
 from shoal.storage.logs import plain_line
-from shoal.web import gate
-from shoal.web.access import AccessControl
+from shoal.web import gate, site
+from shoal.web.access import MAX_SESSIONS, AccessControl
 from shoal.web.acting import SessionRoutes
 from shoal.web.app import STATIC, static_files
 from shoal.web.routes import api_routes
 from shoal.web.serve import WebServer, parse_listen
+from shoal.web.site import MAX_RUNNING
 from shoal.web.stream import MAX_STREAMS, Streams
+from shoal.web.table import without_paths
 from tests.jobs.past_run import write_run
 from tests.web.conftest import COOKIE, PORT, URL
 
@@ -329,7 +335,7 @@ def test_resume_starts_exactly_one_command(served, monkeypatch):
     started = []
     monkeypatch.setattr(
         "shoal.web.acting.subprocess.Popen",
-        lambda words, **more: started.append((words, more)) or type("P", (), {"pid": 1}),
+        lambda words, **more: started.append((words, more)) or SimpleNamespace(pid=1, poll=lambda: 0, returncode=0),
     )
     (served.runs / "mlp-1" / "receipt.json").unlink()
     (served.runs / "mlp-1").rename(served.runs / "--help")
@@ -339,6 +345,25 @@ def test_resume_starts_exactly_one_command(served, monkeypatch):
     assert words[-2:] == ["--", "--help"]
     assert more["start_new_session"]
     assert "shell" not in more
+
+
+# 12, 18: where the runs lie is nobody's business
+def test_errors_tell_no_path(served):
+    client = served.client("operate")
+    entry = client.post("/api/v1/runs/mlp-1/delete", json={"confirm": "mlp-1"}).json()["result"]["entry"]
+    shutil.copytree(served.runs / "mlp-2", served.runs / "mlp-1")
+    shutil.copytree(served.runs / "mlp-2", served.runs / "cnn-1" / "fold-0")
+    taken = client.post(f"/api/v1/trash/{entry}/restore", json={})
+    inner = client.post("/api/v1/runs/cnn-1~fold-0/delete", json={"confirm": "fold-0"})
+    assert [(one.status_code, one.json()["code"]) for one in (taken, inner)] == [(409, "SH671"), (422, "SH609")]
+    assert taken.json()["title"] == "mlp-1 exists"
+    assert not any(part in one.text for one in (taken, inner) for part in (str(served.runs), str(served.runs.parent)))
+
+
+def test_what_is_no_path_stays_in_an_error():
+    assert without_paths("'/a b/c.py' (/home/me/runs/x): /x/y, file:/z") == "'/a b/c.py' (x): y, file:/z"
+    same = "https://hooks.example/a/b, 3/4, and/or, digits-1/fold-0, ../x/y, s3://bucket/key"
+    assert without_paths(same) == same
 
 
 # 18: no route takes an address to ask
@@ -397,6 +422,27 @@ def test_wrong_codes_are_counted(served):
     answers = [client.post("/api/v1/session", json={"secret": f"no-{n}"}).status_code for n in range(60)]
     assert answers[0] == 401
     assert 429 in answers
+
+
+# 20, 31: a token for one run logs nobody else out
+def test_many_sessions_of_one_token_end_only_its_own(served):
+    owner, other = served.browser(), served.browser("read")
+    token = served.tokens.create("guest", role="read", runs=["mlp-1"], expires_t=None)
+    pages = [served.client() for _ in range(MAX_SESSIONS + 5)]
+    for page in pages:
+        assert page.post("/api/v1/session", json={"secret": token}).status_code == 200
+    assert [page.get("/api/v1/me").status_code for page in pages] == [401] * 5 + [200] * MAX_SESSIONS
+    assert {one.get("/api/v1/me").status_code for one in (owner, other)} == {200}
+
+
+def test_too_many_sessions_at_once_are_refused(served, monkeypatch):
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    token = served.tokens.create("guest", role="read", runs=[], expires_t=None)
+    client = served.client()
+    answers = [client.post("/api/v1/session", json={"secret": token}).status_code for _ in range(int(gate.BURST) + 1)]
+    assert set(answers[:-1]) == {200}
+    assert answers[-1] == 429
 
 
 def test_a_file_of_tokens_that_others_can_read_is_refused(served):
@@ -589,6 +635,34 @@ def test_a_token_for_some_runs_sees_no_other(served):
     assert starter.post("/api/v1/queue", json={"run": "mlp-1"}).status_code == 403
 
 
+OF_RUNS = [route for route in PROTECTED if "{run}" in route.path]
+INPUT = {
+    "drain": {"who": "worker-0"},
+    "delete": {"confirm": "mlp-2"},
+    "search": {"find": "x"},
+    "diff": {"with": "mlp-2"},
+}
+
+
+@pytest.mark.parametrize("route", OF_RUNS, ids=lambda route: f"{route.method} {route.path}")
+def test_a_token_for_one_run_is_for_no_route_of_another(served, route):
+    """It learns as little as of a run that is not there, and nothing changes."""
+    client = served.client("submit", runs=["mlp-1"])
+    before = {path: path.read_bytes() for path in served.runs.rglob("*") if path.is_file()}
+    given = INPUT.get(route.path.rpartition("/")[2], {})
+    sent = {"json": given} if route.method == "POST" else {"params": given}
+
+    def ask(run):
+        answer = client.request(route.method, filled(route.path.replace("{run}", run)), **sent)
+        return answer.status_code, answer.text.replace(run, "RUN")
+
+    for name in ("mlp-2", "mlp-2~fold-0"):
+        assert ask(name) == ask("none-1".join(name.split("mlp-2")))
+        assert ask(name)[0] == 404
+    assert served.said == []
+    assert {path: path.read_bytes() for path in served.runs.rglob("*") if path.is_file()} == before
+
+
 def test_links_expire_and_can_be_revoked(served):
     late = served.client("read", expires_t=time.time() - 1)
     assert late.get("/api/v1/me").status_code == 401
@@ -608,6 +682,37 @@ def test_a_session_ends_when_its_link_expires(served, monkeypatch):
     assert access.of_session(secret)
     monkeypatch.setattr(time, "time", lambda now=time.time: now() + 10)
     assert access.of_session(secret) is None
+
+
+# 24: one token for one run leaves the others room to act
+def test_operations_of_one_identity_are_few(served, monkeypatch):
+    monkeypatch.setattr("shoal.web.site.OPERATION_WAIT_S", 0.01)
+    one, other = served.client("operate", runs=["mlp-1"]), served.client("operate")
+    path, body = "/api/v1/runs/mlp-1/tags", {"add": ["best"]}
+    with locked(open_lock_file(served.runs / ".tags.lock")):
+        begun = [one.post(path, json=body) for _ in range(MAX_RUNNING)]
+        assert [answer.status_code for answer in begun] == [202] * MAX_RUNNING
+        assert one.post(path, json=body).status_code == 429
+        assert other.post(path, json=body).status_code == 202
+        assert len(served.said) == MAX_RUNNING + 1
+    monkeypatch.undo()
+    served.site.operation(begun[-1].json()["operation"]).future.result(60)
+    assert one.post(path, json=body).status_code == 200
+
+
+def test_an_operation_that_ends_while_it_is_waited_for_is_a_success(served, monkeypatch):
+    """Between the end of the wait and the look at what came of it."""
+    look = site.wait
+
+    def wait_too_short(futures, timeout):
+        look(futures, 0)
+        may_end.set()
+        return look(futures)
+
+    may_end = threading.Event()
+    monkeypatch.setattr(site, "wait", wait_too_short)
+    begun = served.site.begin("wait", "mlp-1", "me", lambda: {"ended": may_end.wait(60)})
+    assert begun.future.result() == {"ended": True}
 
 
 # 32: nothing from elsewhere

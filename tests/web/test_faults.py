@@ -40,6 +40,17 @@ def test_a_full_disk_is_told_and_everything_else_goes_on(disk):
     assert set(map(tuple, full["changes"].values())) == {(507, "SH510")}
 
 
+def test_runs_on_a_full_disk_can_be_deleted(disk):
+    """The entry of the trash needs a file, and there is no room for one. It leaves nothing behind, and tells a way."""
+    freed = disk["freed"]
+    (refused, code, fix), *done = freed["answers"]
+    assert (refused, code, done) == (507, "SH510", [[200, "", ""], [200, "", ""]])
+    assert "shoal trash --delete gone-1 --for-good" in fix
+    assert freed["entries"] == [[], [], ["content", "entry.json"]]
+    assert (freed["runs"], freed["left"]) == (["mlp-1"], [])
+    assert freed["free_bytes"] >= 2 * (100 << 10)
+
+
 def test_when_there_is_room_again_everything_works_and_nothing_is_left_over(disk):
     assert set(map(tuple, disk["room"]["changes"].values())) == {(200, "")}
     assert disk["files"] == []

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 import urllib.error
@@ -17,6 +18,7 @@ from shoal.web.serve import MAX_HEADER_BYTES, MOST_CONNECTIONS
 from shoal.web.stream import MAX_STREAMS
 from shoal.web.table import MAX_AT_ONCE
 from tests.jobs.past_run import write_run
+from tests.net.certificate_authority import CertificateAuthority, needs_openssl
 from tests.web.live_run import serving, wait_until
 from tests.web.test_api import step
 from tests.web.test_serve import ask
@@ -106,7 +108,7 @@ def test_readers_that_do_not_read_hold_up_nobody(server):
 
 
 def address_of(server):
-    host, port = server.url.removeprefix("http://").split(":")
+    host, port = server.url.partition("://")[2].split(":")
     return host, int(port)
 
 
@@ -142,6 +144,57 @@ def test_no_crowd_of_connections_uses_up_the_files_of_the_server(server, caplog)
         assert crowd[0].recv(12) == b"HTTP/1.1 503"  # those before are told
     assert not caplog.records  # a line for each would let anybody fill a log
     wait_until(lambda: is_answered(server))
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    return CertificateAuthority(tmp_path_factory.mktemp("tls") / "authority").issue("training.example")
+
+
+@pytest.fixture
+def tls_server(tmp_path, certificate, monkeypatch):
+    monkeypatch.setattr("shoal.web.serve.TLS_TIMEOUT_S", 0.5)
+    with serving(tmp_path, tls=certificate) as one:
+        yield one
+
+
+def healthy(server):
+    """The answer over TLS; nothing if the connection is cut."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/healthz", context=context) as answer:
+        return answer.status
+
+
+@needs_openssl
+@pytest.mark.long
+def test_no_crowd_before_the_handshake_uses_up_the_files_of_a_tls_server(tls_server, caplog):
+    """Who says nothing has shown no certificate, no token and no request."""
+    assert healthy(tls_server) == 200
+    with contextlib.ExitStack() as opened:
+        crowd = [
+            opened.enter_context(socket.create_connection(address_of(tls_server), timeout=PATIENCE_S))
+            for _ in range(MOST_CONNECTIONS + 400)
+        ]
+        for one in crowd:  # those in time for a place have it for as long as a handshake may take
+            with contextlib.suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+        wait_until(lambda: healthy(tls_server) == 200)
+        assert len(tls_server._listener._accepted) <= MOST_CONNECTIONS
+    assert not caplog.records
+
+
+@needs_openssl
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"], ids=["nothing", "a part", "no TLS"])
+def test_a_handshake_that_does_not_come_is_not_waited_for(tls_server, sent, caplog):
+    """asyncio alone would wait a minute."""
+    with socket.create_connection(address_of(tls_server), timeout=PATIENCE_S / 3) as connection:
+        connection.sendall(sent)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(65536):
+                pass
+    assert healthy(tls_server) == 200
+    assert not caplog.records
 
 
 def is_answered(server):

@@ -11,6 +11,7 @@ import pytest
 
 from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.spec.receipt import read_receipt_file
+from tests.jobs.past_run import TOLD, write_run
 from tests.web.flood import Flood
 from tests.web.live_run import serving, state_of, training, wait_until
 from tests.web.test_serve import ask, web_process
@@ -20,12 +21,17 @@ EPOCHS = 60
 
 
 def act(url, token, path, body):
+    found = outcome(url, token, path, body)
+    assert found["state"] == "done", found
+    return found["result"]
+
+
+def outcome(url, token, path, body):
     found = json.loads(ask(f"{url}/api/v1/{path}", token, body).read())
     while found["state"] == "running":
         time.sleep(0.1)  # 50 questions per second are allowed
         found = json.loads(ask(f"{url}/api/v1/operations/{found['operation']}", token).read())
-    assert found["state"] == "done", found
-    return found["result"]
+    return found
 
 
 def finished_weights(paths):
@@ -70,6 +76,19 @@ def test_scaled_drained_stopped_and_resumed_by_the_api(tmp_path, undisturbed):
         assert act(server.url, token, "runs/digits-1/stop", {})["status"] == "stopped"
         assert act(server.url, token, "runs/digits-1/resume", {})["pid"]
         assert finished_weights(paths) == undisturbed
+
+
+@pytest.mark.parametrize(("name", "told"), [("finished", "SH622"), ("begun", "SH201")])
+def test_a_run_that_cannot_be_resumed_tells_why(tmp_path, monkeypatch, name, told):
+    """Its driver is another process, and nobody reads what that prints."""
+    monkeypatch.setattr("shoal.web.acting.SETTLED_S", 600)  # it drives the run for a moment
+    write_run(tmp_path / "mlp-1", TOLD if name == "finished" else TOLD[:20]).receipt.unlink()
+    with serving(tmp_path) as server:
+        token = TokenFile(tmp_path).create("t", role="submit", runs=[], expires_t=None)
+        found = outcome(server.url, token, "runs/mlp-1/resume", {})
+    assert (found["state"], found["error"]["code"]) == ("failed", told)
+    assert found["error"]["message"]
+    assert str(tmp_path) not in str(found)
 
 
 def test_a_server_that_is_killed_or_frozen_is_not_noticed(tmp_path, undisturbed):

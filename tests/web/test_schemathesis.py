@@ -47,7 +47,7 @@ def server(tmp_path_factory):
         patch.setattr(web_table, "BURST", 1e9)
         patch.setattr(web_table, "FAILURE_BURST", 1e9)
         started = []
-        patch.setattr("shoal.web.acting._start_driver", lambda paths: started.append(paths.name) or 1)
+        patch.setattr("shoal.web.acting._start_driver", lambda paths, stopping: started.append(paths.name) or 1)
         patch.setattr(queue, "ensure_served", lambda paths: started.append("daemon") or False)
         with serving(runs) as one:
             one.started = started

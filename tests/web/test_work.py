@@ -152,3 +152,14 @@ def test_priority_is_a_verb(served, no_daemon, capsys, monkeypatch):
     assert "job 1 has priority 9" in call_verb(capsys, monkeypatch, "priority", "1", "9", "--runs", served.runs)[1]
     assert queue.look(served.runs).entries[1].priority == 9
     assert "SH609" in call_verb(capsys, monkeypatch, "priority", "1", "101", "--runs", served.runs)[2]
+
+
+def test_a_search_is_stopped_and_resumed_by_the_command_line(served):
+    """Its journal is steered by one process, which no route reaches. What a route cannot do is said, and nothing is
+    started."""
+    past_work.write_search(served.runs / "small-1")
+    client = served.client("submit")
+    for verb, body in (("stop", {}), ("scale", {"workers": 2}), ("drain", {"who": "worker-0"}), ("resume", {})):
+        answer = client.post(f"/api/v1/runs/small-1/{verb}", json=body)
+        assert (answer.status_code, answer.json()["code"]) == (404, "SH632"), (verb, answer.text)
+        assert "shoal search stop small-1, shoal search resume small-1" in answer.json()["fix"]

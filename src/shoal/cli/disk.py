@@ -64,6 +64,7 @@ def gc(
 def trash(
     delete: Annotated[str, typer.Option(help="Move this run to the trash.", show_default=False)] = "",
     part: Annotated[str, typer.Option(help="With --delete: only its checkpoints.", show_default=False)] = "",
+    for_good: Annotated[bool, typer.Option("--for-good", help="With --delete: without undo.")] = False,
     restore: Annotated[str, typer.Option(help="Put a run back.", show_default=False)] = "",
     empty: Annotated[bool, typer.Option("--empty", help="Delete for good.")] = False,
     days: Annotated[float, typer.Option(min=0, help="With --empty: only what is older.")] = 0,
@@ -75,7 +76,10 @@ def trash(
     from shoal.storage import trash as bin_
     from shoal.terminal import access_reports
 
-    if delete:
+    if delete and for_good:
+        freed = bin_.delete_for_good(run_dir.find(delete, runs), runs, part=part)
+        print(f"{delete} is deleted: {freed} bytes are free", file=sys.stderr)
+    elif delete:
         access_reports.print_trash([bin_.move_to_trash(run_dir.find(delete, runs), runs, part=part)], as_json=as_json)
     elif restore:
         print(f"{bin_.restore(runs, restore).fields['run']} is back", file=sys.stderr)

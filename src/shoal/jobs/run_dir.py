@@ -133,8 +133,8 @@ def driver_lock(paths: RunPaths) -> Iterator[None]:
             who = f"process {pid[0]}" if pid else "another process"
             raise error("SH602", f"'{paths.name}' is driven by {who}", where=str(paths.root))
         file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with contextlib.suppress(OSError):  # a full disk has no room for what only tells people who it is
+            os.write(file.fileno(), str(os.getpid()).encode())
         yield
 
 

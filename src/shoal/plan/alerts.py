@@ -12,8 +12,9 @@ from shoal.plan.memory_forecast import size
 from shoal.plan.stragglers import slowest_worker
 from shoal.spec.alerts.config import AlertConfig
 
-PROGRESS = ("step", "evaluated", "saved", "joined", "resumed", "built", "view", "run_started")
-"""Events that show that a run is not stalled."""
+PROGRESS = ("step", "evaluated", "saved")
+"""Events that show that a run is not stalled, if their step is a new one: workers that die again and again make views
+without end, and repeat the steps after a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,17 @@ class AlertJudge:
 
     rules: Sequence[AlertConfig]
     progress_s: float = 0.0
+    _furthest: dict[str, int] = field(default_factory=dict)
     _spoke_s: dict[tuple[int, str], float] = field(default_factory=dict)
 
     def observe(self, event: Event, now_s: float) -> list[RaisedAlert]:
-        if event.kind in PROGRESS:
-            self.progress_s = now_s
+        step = event.step or 0
+        if event.kind in PROGRESS and step > self._furthest.get(event.kind, -1):
+            self._furthest[event.kind], self.progress_s = step, now_s
         if event.kind == "step":
             return self._judge_loss(event, now_s)
+        if event.kind == "failed" and event["code"] == "SH403":  # a worker stops before it reports such a step
+            return self._speak("nan", event["message"], now_s, about="loss")
         return self._judge_metrics(event, now_s) if event.kind == "evaluated" else []
 
     def _judge_loss(self, event: Event, now_s: float) -> list[RaisedAlert]:
@@ -71,7 +76,7 @@ class AlertJudge:
         for rule in self.rules:
             if rule.when == "stalled":
                 silent_s = now_s - self.progress_s
-                told = f"nothing has happened for {silent_s:.0f} s"
+                told = f"no new step, evaluation or save for {silent_s:.0f} s"
                 raised += self._speak_if(rule, silent_s >= rule.stalled_after_s, told, now_s)
             elif rule.when == "straggler" and slowest is not None:
                 name, share = slowest

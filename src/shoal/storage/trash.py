@@ -9,11 +9,11 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
-from shoal.errors import error
+from shoal.errors import error, is_disk_full
 from shoal.events.checks import Count, make_check
 from shoal.fleet.orphans import find_orphans
 from shoal.jobs import run_dir
@@ -23,6 +23,7 @@ from shoal.storage.disk_usage import directory_bytes
 TRASH = ".trash"
 ENTRY_FILE = "entry.json"
 PARTS = ("", "checkpoints")
+_MAKE_ROOM = "Empty the trash: shoal trash --empty; or delete it without undo: shoal trash --delete {name} --for-good."
 _NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{8}")
 
 
@@ -45,7 +46,42 @@ _is_fields: Callable[[Any], bool] = make_check(TrashFields)
 
 
 def move_to_trash(paths: RunPaths, runs: Path, *, part: str = "") -> TrashEntry:
-    """Move a run, or its checkpoints, to the trash. SH602 if a driver or a worker of the run lives."""
+    """Move a run, or its checkpoints, to the trash. SH602 if a driver or a worker of the run lives. SH510 if the disk
+    has no room for the entry: then the trash is as before."""
+    with _going(paths, runs, part) as source:
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+        directory = runs.resolve() / TRASH / name
+        fields: TrashFields = {
+            "run": paths.name, "part": part, "t": time.time(), "size_bytes": directory_bytes(source).freed_bytes,
+        }  # fmt: skip
+        try:
+            directory.mkdir(parents=True, mode=0o700)
+            (directory / ENTRY_FILE).write_text(json.dumps(fields))
+        except OSError as failure:
+            _take_back(directory)
+            if not is_disk_full(failure):
+                raise
+            message, where = "the disk is full: the trash has no room for an entry", str(paths.root)
+            raise error("SH510", message, where=where, fix=_MAKE_ROOM.format(name=paths.name)) from failure
+        os.rename(source, directory / "content")
+    return TrashEntry(name, fields, directory)
+
+
+def delete_for_good(paths: RunPaths, runs: Path, *, part: str = "") -> int:
+    """Delete a run, or its checkpoints, without undo. Needs no room on the disk. Returns the bytes that this freed.
+    What is cut short is still a run, and can be deleted again: its job goes last."""
+    with _going(paths, runs, part) as source:
+        freed = directory_bytes(source).freed_bytes
+        for one in source.iterdir():
+            if one.is_dir() and not one.is_symlink():
+                shutil.rmtree(one)
+        shutil.rmtree(source)
+    return freed
+
+
+@contextlib.contextmanager
+def _going(paths: RunPaths, runs: Path, part: str) -> Iterator[Path]:
+    """The directory of a run, or of its part, that nobody uses."""
     if part not in PARTS:
         raise error("SH609", f"'{part}' is no part of a run", fix="Name checkpoints, or nothing for the whole run.")
     _require_inside(paths, runs)
@@ -55,15 +91,14 @@ def move_to_trash(paths: RunPaths, runs: Path, *, part: str = "") -> TrashEntry:
         source = paths.root / part if part else paths.root
         if not source.is_dir() or source.is_symlink():
             raise error("SH606", f"'{paths.name}' has no {part}", where=str(paths.root))
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-        directory = runs.resolve() / TRASH / name
-        directory.mkdir(parents=True, mode=0o700)
-        fields: TrashFields = {
-            "run": paths.name, "part": part, "t": time.time(), "size_bytes": directory_bytes(source).freed_bytes,
-        }  # fmt: skip
-        (directory / ENTRY_FILE).write_text(json.dumps(fields))
-        os.rename(source, directory / "content")
-    return TrashEntry(name, fields, directory)
+        yield source
+
+
+def _take_back(directory: Path) -> None:
+    """Only what is empty or an entry: never content."""
+    with contextlib.suppress(OSError):
+        (directory / ENTRY_FILE).unlink(missing_ok=True)
+        directory.rmdir()
 
 
 def _require_inside(paths: RunPaths, runs: Path) -> None:

@@ -13,7 +13,8 @@ OWNER = "the owner"
 """The identity that the link of `shoal web` gives."""
 CODE_LIFETIME_S = 24 * 3600.0
 SESSION_LIFETIME_S = 30 * 24 * 3600.0
-MAX_SESSIONS = 1000
+MAX_SESSIONS = 20
+"""Of one identity; the oldest of its own ends for one more."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Session:
     identity: Identity
     token_sha256: str
     ends_s: float
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        return self.identity.name, self.token_sha256
 
 
 class AccessControl:
@@ -53,12 +58,14 @@ class AccessControl:
         return None if owner is None else self._open(owner, token_digest(secret))
 
     def _open(self, identity: Identity, token_sha256: str) -> tuple[str, Identity]:
-        secret = secrets.token_urlsafe(SECRET_BYTES)
+        secret, now = secrets.token_urlsafe(SECRET_BYTES), time.monotonic()
+        session = Session(identity, token_sha256, now + SESSION_LIFETIME_S)
         with self._lock:
-            while len(self._sessions) >= MAX_SESSIONS:
-                del self._sessions[next(iter(self._sessions))]
-            ends_s = time.monotonic() + SESSION_LIFETIME_S
-            self._sessions[token_digest(secret)] = Session(identity, token_sha256, ends_s)
+            self._sessions = {digest: one for digest, one in self._sessions.items() if now < one.ends_s}
+            own = [digest for digest, one in self._sessions.items() if one.owner == session.owner]
+            if len(own) >= MAX_SESSIONS:
+                del self._sessions[own[0]]
+            self._sessions[token_digest(secret)] = session
         return secret, identity
 
     def end_session(self, secret: str) -> None:

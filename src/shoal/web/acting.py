@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -23,11 +25,17 @@ from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths
 from shoal.storage import cleanup, compaction
 from shoal.storage.tags import change_tags
-from shoal.storage.trash import empty_trash, move_to_trash, restore
+from shoal.storage.trash import delete_for_good, empty_trash, move_to_trash, restore
 from shoal.web import answers
 from shoal.web.access import AccessControl
 from shoal.web.site import Operation
-from shoal.web.table import Api, Call, json_response, session_secret
+from shoal.web.table import Api, Call, json_response, session_secret, without_paths
+
+POLL_S = 0.1
+SETTLED_S = 2.0
+"""A driver that ends later than this tells why in the events of the run."""
+MAX_TOLD_BYTES = 1 << 16
+_TOLD_ERROR = re.compile(r"^(?P<code>SH\d{3}) (?P<message>.*)\n +→ (?P<fix>.*)$", re.MULTILINE)
 
 
 class ScaleBody(Spec):
@@ -49,10 +57,12 @@ class TagBody(Spec):
 
 
 class DeleteBody(Spec):
-    """`confirm`: the run's name again. `part`: '' for the whole run, or checkpoints."""
+    """`confirm`: the run's name again. `part`: '' for the whole run, or checkpoints. `for_good`: without undo, for
+    which a full disk has no room."""
 
     confirm: str = Field(max_length=300)
     part: str = Field("", max_length=20)
+    for_good: bool = False
 
 
 class EmptyTrashBody(Spec):
@@ -91,7 +101,15 @@ class SecretBody(Spec):
     secret: str = Field(min_length=1, max_length=200)
 
 
+def _refuse_searches(paths: RunPaths) -> None:
+    if paths.search_journal.is_file():
+        fix = f"Use the command line: shoal search stop {paths.name}, shoal search resume {paths.name}."
+        raise error("SH632", f"'{paths.name}' is a search", fix=fix)
+
+
 def stop_run(call: Call) -> Response:
+    _refuse_searches(call.paths)
+
     def act() -> dict[str, Any]:
         state = commands.stop(call.paths)
         return {"status": state.status, "saved_step": state.saved_step}
@@ -102,24 +120,43 @@ def stop_run(call: Call) -> Response:
 def resume_run(call: Call) -> Response:
     """Starts `shoal resume` as a process of its own: it outlives this server."""
     paths = call.paths.parent_run
+    _refuse_searches(paths)
     if not paths.asked_compression.is_file():
         job_to_resume(paths, ())
     if run_dir.is_driven(paths):
         raise error("SH602", f"'{paths.name}' is driven already")
-    return begin_operation(call, "resume", lambda: {"pid": _start_driver(paths)})
+    return begin_operation(call, "resume", lambda: {"pid": _start_driver(paths, call.site.stopping)})
 
 
-def _start_driver(paths: RunPaths) -> int:
-    descriptor = os.open(paths.root / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+def _start_driver(paths: RunPaths, stopping: threading.Event) -> int:
+    """Returns its process id when it has driven the run for a moment, or has ended well; raises why it ended."""
+    descriptor = os.open(paths.root / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     words = [sys.executable, "-m", "shoal", "resume", "--runs", str(paths.root.parent), "--quiet", "--", paths.name]
-    with os.fdopen(descriptor, "ab") as log:
+    with os.fdopen(descriptor, "r+b", buffering=0) as log:
+        begin = log.seek(0, os.SEEK_END)
         started = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True
         )
+        driven_s = 0.0
+        while started.poll() is None and driven_s < SETTLED_S and not stopping.wait(POLL_S):
+            driven_s += POLL_S if run_dir.is_driven(paths) else 0.0
+        if started.returncode:
+            log.seek(begin)
+            raise _why_it_ended(started.returncode, log.read(MAX_TOLD_BYTES).decode(errors="replace"))
     return started.pid
 
 
+def _why_it_ended(code: int, told: str) -> ShoalError:
+    """The error that `shoal resume` printed, or its last line."""
+    if found := list(_TOLD_ERROR.finditer(told)):
+        return error_from_fields(found[-1].groupdict())
+    last = (told.strip().splitlines() or ["it said nothing"])[-1][:500]
+    return error("SH612", f"the driver ended with {code}: {last}", fix="See driver.log in the run.")
+
+
 def scale_run(call: Call) -> Response:
+    _refuse_searches(call.paths)
+
     def act() -> dict[str, Any]:
         answer = commands.scale(call.paths, call.body.workers, servers=call.body.servers)
         return {"wanted": answer.wanted, "servers_wanted": answer.servers_wanted, "notes": answer.notes}
@@ -128,6 +165,8 @@ def scale_run(call: Call) -> Response:
 
 
 def drain_worker(call: Call) -> Response:
+    _refuse_searches(call.paths)
+
     def act() -> dict[str, Any]:
         seat, answer = commands.drain(call.paths, call.body.who)
         went = commands.wait_for_departure(call.paths, seat)
@@ -165,12 +204,17 @@ def delete_run(call: Call) -> Response:
         raise error("SH609", "the name is not repeated", where="confirm", fix="Send the run's name as `confirm`.")
 
     def act() -> dict[str, Any]:
-        entry = move_to_trash(call.paths, call.site.runs, part=call.body.part)
-        call.site.states.drop(call.paths)
-        call.site.histories.drop(call.paths)
-        return {"entry": entry.name, **entry.fields}
+        paths, runs, part = call.paths, call.site.runs, call.body.part
+        if call.body.for_good:
+            done: dict[str, Any] = {"run": paths.name, "freed_bytes": delete_for_good(paths, runs, part=part)}
+        else:
+            entry = move_to_trash(paths, runs, part=part)
+            done = {"entry": entry.name, **entry.fields}
+        call.site.states.drop(paths)
+        call.site.histories.drop(paths)
+        return done
 
-    return begin_operation(call, "delete", act)
+    return begin_operation(call, "delete for good" if call.body.for_good else "delete", act)
 
 
 def compact_run(call: Call) -> Response:
@@ -243,10 +287,9 @@ def _describe(operation: Operation) -> answers.OperationAnswer:
     failure = operation.future.exception()
     if failure is None:
         return answers.OperationAnswer(**facts, state="done", result=operation.future.result())
-    known = (
-        failure if isinstance(failure, ShoalError) else error_from_fields({"code": "SH605", "message": str(failure)})
-    )
-    return answers.OperationAnswer(**facts, state="failed", error={**known.to_fields(), "where": ""})
+    known = failure if isinstance(failure, ShoalError) else error("SH605", str(failure))
+    told = {"code": known.code, "message": without_paths(known.message), "where": "", "fix": without_paths(known.fix)}
+    return answers.OperationAnswer(**facts, state="failed", error=told)
 
 
 class SessionRoutes:
@@ -258,12 +301,13 @@ class SessionRoutes:
 
     def begin(self, call: Call) -> Response:
         found = self._access.begin_session(call.body.secret)
+        assert self.api is not None
         if found is None:
-            assert self.api is not None
             self.api.count_failure(call.request)
             problem = {"type": "about:blank", "title": "the code is used or wrong", "status": 401}
             return json_response(call.request, problem, status=401)
         secret, identity = found
+        self.api.count_request(identity)
         answer = json_response(call.request, _describe_identity(identity))
         answer.set_cookie(
             self._cookie,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -33,6 +34,8 @@ MOST_CONNECTIONS = 3 * MAX_CONNECTIONS
 SHUTDOWN_S = 1
 TICK_S = 1.0
 REQUEST_TIMEOUT_S = 30.0
+TLS_TIMEOUT_S = 5.0
+"""A connection whose TLS does not begin, or does not end, within this is closed."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,28 @@ def parse_listen(text: str, *, tls: Path | None) -> WebAddress:
     return WebAddress(str(address), port, address.is_loopback)
 
 
+class _Listener(socket.socket):
+    """Cuts connections that are too many where they are accepted: with TLS, uvicorn knows of one only when its
+    handshake is done."""
+
+    def __init__(self, family: socket.AddressFamily) -> None:
+        super().__init__(family, socket.SOCK_STREAM)
+        self._accepted: set[socket.socket] = set()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        if len(self._accepted) >= MOST_CONNECTIONS:
+            self._accepted = {one for one in self._accepted if one.fileno() >= 0}
+        if len(self._accepted) >= MOST_CONNECTIONS:
+            connection.close()
+            raise ConnectionAbortedError("there are too many connections")
+        self._accepted.add(connection)
+        return connection, address
+
+
 def bind(address: WebAddress, *, is_default: bool) -> socket.socket:
     """Bind the address. If the default port is taken, a free one is used."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = _Listener(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         try:
@@ -103,10 +124,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._wait_for_request()
+        self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:
@@ -137,6 +155,22 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._site = site
         self._ending = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which waits a minute for TLS."""
+
+        def connect() -> _Connection:
+            return _Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        loop, tls = asyncio.get_running_loop(), self.config.ssl
+        patience_s = None if tls is None else TLS_TIMEOUT_S
+        self.servers = [
+            await loop.create_server(
+                connect, sock=one, ssl=tls, ssl_handshake_timeout=patience_s, ssl_shutdown_timeout=patience_s
+            )
+            for one in sockets or []
+        ]
+        self.started = True
 
     async def main_loop(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -183,7 +217,7 @@ class WebServer:
     def _config(self) -> uvicorn.Config:
         config = uvicorn.Config(
             self.app,
-            http=_Connection,
+            loop="asyncio",  # uvloop does not ask the listener
             log_config=None,
             log_level="error",  # a line for each refused connection would let anybody fill a log
             access_log=False,

@@ -26,6 +26,7 @@ from shoal.jobs import run_dir, run_index
 from shoal.plan.disk_forecast import DiskForecast
 from shoal.spec.run_paths import RunPaths
 from shoal.storage.tags import read_tags
+from shoal.web.gate import RequestRefused
 
 if TYPE_CHECKING:
     from shoal.storage.history import RunHistory
@@ -40,6 +41,8 @@ LIST_LIFETIME_S = 1.0
 OPERATION_WAIT_S = 2.0
 CLOSE_S = 0.25
 MAX_OPERATIONS = 1000
+MAX_RUNNING = 4
+"""Operations of one identity that run at the same time: those of many identities have threads."""
 _PART = re.compile(r"(.+?)((?:~(?:fold|trial)-\d{1,6}){1,2})")
 
 Kept = TypeVar("Kept")
@@ -163,7 +166,8 @@ class Site:
         )
         self.searches = RunCache(_open_search, is_full=lambda held: len(held) > MAX_SEARCHES)
         self._operations: OrderedDict[str, Operation] = OrderedDict()
-        self._pool = ThreadPoolExecutor(16, thread_name_prefix="operation")
+        self._operations_lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(64, thread_name_prefix="operation")
         self._list_lock = threading.Lock()
         self._summaries = FollowedSummaries(self.runs)
         self._listed: tuple[float, list[dict[str, Any]]] = (-1e9, [])
@@ -217,19 +221,20 @@ class Site:
             return one.catch_up()
 
     def begin(self, what: str, run: str, by: str, act: Callable[[], dict[str, Any]]) -> Operation:
-        """Do something in a thread, and wait a moment for it. Raises the error that it raised meanwhile."""
-        self.say(f"{by}: {what} {run}")
-        operation = Operation(secrets.token_hex(8), what, run, by, self._pool.submit(act))
-        while len(self._operations) >= MAX_OPERATIONS:
-            self._operations.popitem(last=False)
-        self._operations[operation.name] = operation
-        try:
-            operation.future.result(OPERATION_WAIT_S)
-        except TimeoutError:
-            if operation.future.done():
-                raise
-        finally:
-            self.forget_rows()
+        """Do something in a thread, and wait a moment for it. Raises the error that it raised meanwhile. RequestRefused
+        if too much of what this identity asked for goes on."""
+        with self._operations_lock:
+            if sum(one.by == by and not one.future.done() for one in self._operations.values()) >= MAX_RUNNING:
+                raise RequestRefused(429, f"{MAX_RUNNING} operations of yours are going on; wait for one of them")
+            self.say(f"{by}: {what} {run}")
+            operation = Operation(secrets.token_hex(8), what, run, by, self._pool.submit(act))
+            while len(self._operations) >= MAX_OPERATIONS:
+                self._operations.popitem(last=False)
+            self._operations[operation.name] = operation
+        wait([operation.future], timeout=OPERATION_WAIT_S)
+        self.forget_rows()
+        if operation.future.done():
+            operation.future.result()
         return operation
 
     def operation(self, name: str) -> Operation:

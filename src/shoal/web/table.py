@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ STATUS = {
     "SH510": 507,
 }  # fmt: skip
 Public = Literal["public"]
+_PATH = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"`,;:()]+/)+")
 
 
 class NoInput(Spec):
@@ -162,9 +164,13 @@ class Api:
             if header or session_secret(request, self.cookie):
                 self.count_failure(request)
             raise RequestRefused(401, "a token is needed: open the link that `shoal web` printed")
+        self.count_request(identity)
+        return identity
+
+    def count_request(self, identity: Identity) -> None:
+        """RequestRefused if there were too many."""
         if not self._rate.take(identity.name):
             raise RequestRefused(429, "too many requests; wait a second")
-        return identity
 
     def known_identity(self, request: Request) -> Identity | None:
         """Whose token or session the request has now; None if it has none, or it has expired or was revoked."""
@@ -266,13 +272,18 @@ def _finite(value: Any) -> Any:
     return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
+def without_paths(text: str) -> str:
+    """Of each absolute path only the last name."""
+    return _PATH.sub("", text)
+
+
 def problem(failure: ShoalError) -> Response:
     """An error as RFC 9457 describes it, with Shoal's code and fix. Paths of this machine stay here."""
     one = next(iter(single_errors(failure)), failure)
     status = 422 if isinstance(failure, ErrorGroup) else STATUS.get(one.code, 422 if one.code < "SH3" else 409)
     content = {
-        "type": f"urn:shoal:error:{one.code}", "title": one.message, "status": status, "code": one.code,
-        "where": "" if "/" in one.where else one.where, "fix": one.fix,
+        "type": f"urn:shoal:error:{one.code}", "title": without_paths(one.message), "status": status,
+        "code": one.code, "where": "" if "/" in one.where else one.where, "fix": without_paths(one.fix),
     }  # fmt: skip
     return Response(encode_json(content), status_code=status, media_type="application/problem+json")
 

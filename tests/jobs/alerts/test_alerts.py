@@ -1,8 +1,9 @@
 """Alerts of a real run: a webhook and a command get them; what cannot be delivered is told, and the run goes on."""
 
 import json
+import ssl
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -18,13 +19,19 @@ CONTENT = {"run": "mlp-1", "when": "failed", "text": "it failed"}
 @pytest.fixture
 def webhook():
     """An address on this machine, and what it got."""
-    got = []
+    got, ended = [], threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             if self.path == "/elsewhere":
                 self.send_response(302)
                 self.send_header("location", "/hook")
+            elif self.path == "/slow":
+                self.send_response(200)
+                self.end_headers()
+                for _ in range(200):
+                    self.wfile.write(b"x")
+                    ended.wait(0.05)
             else:
                 got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
                 self.send_response(500 if self.path == "/broken" else 204)
@@ -33,10 +40,11 @@ def webhook():
         def log_message(self, *words):
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}", got
+    ended.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -62,6 +70,18 @@ def test_a_run_tells_its_end_and_its_metrics(run, webhook, tmp_path):
     assert done.receipt.job_sha256 == plain.receipt.job_sha256  # alerts are no part of the result
 
 
+LOCAL_STEPS = {"kind": "local", "every": 4}
+
+
+@pytest.mark.parametrize("changes", [{}, {"sync": LOCAL_STEPS}], ids=["every step", "local"])
+def test_a_loss_that_is_not_finite_is_told_before_the_failure(run, changes):
+    hot = {"optimizer": {"name": "SGD", "args": {"lr": 1e30}}, "steps": 8}
+    done = run(MLP, alerts=[{"when": "nan"}, {"when": "failed"}], **hot, **changes)
+    assert (done.status, done.error.code) == ("failed", "SH403")
+    told = [(event["when"], event["about"]) for event in read_events(done.paths.events) if event.kind == "alert"]
+    assert told == [("nan", "loss"), ("failed", "")]
+
+
 def test_what_cannot_be_delivered_is_told_without_the_address(webhook):
     address, got = webhook
     one = AlertSender()
@@ -83,6 +103,76 @@ def test_what_cannot_be_delivered_is_told_without_the_address(webhook):
     assert "NO_SUCH_VARIABLE" in failures[3]
     assert "ended with 3: no" in failures[4]
     assert len(got) == 1  # the redirect was not followed
+
+
+def test_a_webhook_that_fails_does_not_keep_the_command_back(webhook, tmp_path):
+    address, got = webhook
+    told = tmp_path / "told"
+    one = AlertSender()
+    one.send(AlertConfig(when="failed", webhook=f"{address}/broken", command=["sh", "-c", f"cat > {told}"]), CONTENT)
+    failing = AlertConfig(when="failed", webhook=f"{address}/broken", command=["sh", "-c", "exit 3"])
+    one.send(failing, CONTENT)
+    one.close()
+    first, second = one.take_failures()
+    assert json.loads(told.read_text()) == CONTENT
+    assert "answers 500" in first
+    assert "answers 500; sh ended with 3" in second
+    assert len(got) == 2
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://127.0.0.1:1/one SECRET", "http://127.0.0.1:SECRET/", "http://SECRET.invalid/", "http://[SECRET/",
+     "https://127.0.0.1:1/SECRET", "http://\x01SECRET/", "http://h\xe9SECRET.invalid/\xe9"],
+)  # fmt: skip
+def test_no_part_of_an_address_from_the_environment_is_told(monkeypatch, address):
+    monkeypatch.setenv("HOOK", address)
+    one = AlertSender()
+    one.send(AlertConfig(when="failed", webhook="env:HOOK"), CONTENT)
+    one.close()
+    (told,) = one.take_failures()
+    assert "the webhook cannot be reached" in told
+    assert "SECRET" not in told
+
+
+def test_a_certificate_that_does_not_fit_does_not_tell_the_host():
+    failure = ssl.SSLCertVerificationError(1, "Hostname mismatch, certificate is not valid for 'SECRET.example'")
+    assert "SECRET" not in sender._reason(failure)
+
+
+def test_one_delivery_takes_a_bounded_time(webhook, monkeypatch):
+    """Also of a webhook whose answer comes byte by byte, and of a command with a secret in its words."""
+    monkeypatch.setattr(sender, "TIMEOUT_S", 0.2)
+    one = AlertSender()
+    one.send(
+        AlertConfig(when="failed", webhook=f"{webhook[0]}/slow", command=["sh", "-c", "sleep 60", "SECRET"]), CONTENT
+    )
+    one.send(AlertConfig(when="failed", command=["sleep", "60"]), CONTENT)
+    one.close()
+    told = one.take_failures()
+    assert "the webhook took longer than 0.2 s; sh took longer than 0.2 s" in told[0]
+    assert "sleep took longer than 0.2 s" in told[1]
+    assert "SECRET" not in "".join(told)
+
+
+def test_alerts_that_are_lost_at_the_end_are_counted(monkeypatch):
+    started, free = threading.Event(), threading.Event()
+
+    def hang(*words):
+        started.set()
+        free.wait()
+
+    monkeypatch.setattr(sender, "deliver", hang)
+    one = AlertSender()
+    for _ in range(3):
+        one.send(AlertConfig(when="failed", command=["true"]), CONTENT)
+    assert started.wait(60)
+    one.close(timeout_s=0.05)
+    assert one.take_failures() == ["alerts that were not delivered before the run ended: 3"]
+    free.set()
+    one._thread.join(60)
+    assert not one._thread.is_alive()
+    assert sender.CLOSE_S > 2 * sender.TIMEOUT_S  # a webhook and a command, one after the other
 
 
 def test_a_command_gets_words_not_a_shell_line(tmp_path, monkeypatch):

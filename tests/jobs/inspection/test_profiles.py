@@ -1,5 +1,6 @@
 """Profiles: merging traces of workers, and what is refused. Live runs are in tests/web/test_live_run.py."""
 
+import fcntl
 import json
 
 import pytest
@@ -8,10 +9,12 @@ from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
 from shoal.fleet.profile_request import ProfileRequest, read_profile_request
+from shoal.jobs import run_dir
 from shoal.jobs.inspection import profiles
 from shoal.jobs.inspection.trace_merge import merge_traces, operator_times
+from shoal.spec.private_file import open_lock_file
 from shoal.train.step_profiler import StepProfiler
-from tests.jobs.past_run import write_run
+from tests.jobs.past_run import TOLD, write_run
 
 KEYS = st.sampled_from(["ph", "ts", "dur", "name", "pid", "id", "cat", "args"])
 VALUES = st.one_of(st.none(), st.integers(-5, 5), st.text(max_size=3), st.just("cpu_op"))
@@ -58,6 +61,23 @@ def test_a_run_that_does_not_train_has_no_profile(tmp_path):
         with pytest.raises(ShoalError) as caught:
             profiles.trace_file(paths, name)
         assert caught.value.code == "SH678"
+
+
+def test_a_run_is_profiled_once_at_a_time(tmp_path, monkeypatch):
+    """The second does not take the place of the first one's request."""
+    paths = write_run(tmp_path / "mlp-1", TOLD[:20])
+    paths.profiles.mkdir()
+    monkeypatch.setattr(profiles.commands, "inspect", lambda paths, request: None)
+    with run_dir.driver_lock(paths):
+        with open_lock_file(paths.profiles / ".lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            with pytest.raises(ShoalError) as caught:
+                profiles.profile_run(paths, steps=5)
+        assert (caught.value.code, paths.profile_request.exists()) == ("SH602", False)
+        with pytest.raises(ShoalError) as caught:
+            profiles.profile_run(paths, steps=5, stopping=lambda: True)
+    assert caught.value.code == "SH679"
+    assert [path.name for path in paths.profiles.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gzip
 import json
 import os
@@ -10,7 +12,7 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from shoal.fleet.profile_request import MAX_PROFILED_STEPS, ProfileRequest
 from shoal.jobs import commands, run_dir
 from shoal.jobs.inspection.trace_merge import merge_traces, operator_times
 from shoal.spec.base import Spec
+from shoal.spec.private_file import open_lock_file
 from shoal.spec.run_paths import RunPaths, write_atomically
 
 LEAD_S = 2.0
@@ -79,7 +82,8 @@ def _read_summary(path: Path) -> ProfileSummary | None:
 
 
 def profile_run(paths: RunPaths, *, steps: int, stopping: Callable[[], bool] = lambda: False) -> ProfileSummary:
-    """Profile the next steps, and wait for it. SH612 if no driver runs the run; SH679 if no worker wrote a profile."""
+    """Profile the next steps, and wait for it. SH612 if no driver runs the run; SH602 if it is being
+    profiled; SH679 if no worker wrote a profile."""
     if not 1 <= steps <= MAX_PROFILED_STEPS:
         raise error("SH609", f"{steps} steps", where="--steps", fix=f"Ask for 1 to {MAX_PROFILED_STEPS}.")
     if paths.folds:
@@ -92,14 +96,28 @@ def profile_run(paths: RunPaths, *, steps: int, stopping: Callable[[], bool] = l
     first = state.step + max(2, int(LEAD_S * state.facts.get("steps_per_s", 0.0)))
     request = ProfileRequest(name=f"{int(time.time()):x}-{secrets.token_hex(4)}", first_step=first, steps=steps)
     directory = paths.profiles / request.name
-    directory.mkdir(parents=True)
-    write_atomically(paths.profile_request, request.model_dump_json())
-    try:
-        commands.inspect(paths, request)
-        _wait(paths, request, reader, stopping)
-        return _merge(paths, request, reader.catch_up())
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    paths.profiles.mkdir(exist_ok=True)
+    with _alone(paths):
+        directory.mkdir()
+        try:
+            write_atomically(paths.profile_request, request.model_dump_json())
+            commands.inspect(paths, request)
+            _wait(paths, request, reader, stopping)
+            return _merge(paths, request, reader.catch_up())
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone(paths: RunPaths) -> Iterator[None]:
+    """SH602 if the run is being profiled: one request would replace the other."""
+    with open_lock_file(paths.profiles / ".lock") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message, fix = f"'{paths.name}' is being profiled", "Wait for that profile."
+            raise error("SH602", message, where=str(paths.root), fix=fix) from None
+        yield
 
 
 def _wait(paths: RunPaths, request: ProfileRequest, reader: RunStateReader, stopping: Callable[[], bool]) -> None:
