@@ -149,7 +149,7 @@ def test_small_layers_keep_more_of_their_weights():
 def test_a_pruned_network_is_the_one_whose_layers_ignore_the_removed_channels(make, folded):
     torch.manual_seed(0)
     model, x = randomise_norms(make()).double(), torch.rand(3, 1, 28, 28, dtype=torch.float64)
-    if folded and (fold := fold_step(model)):
+    if folded and (fold := fold_step(model, (x,))):
         before = model(x)
         apply_steps(model, [fold])
         assert not any(isinstance(one, nn.BatchNorm2d) for one in model.modules())
@@ -221,7 +221,7 @@ def test_restricted_weights_train_within_their_restriction(step):
         optimizer.zero_grad()
         model(x).square().sum().backward()
         optimizer.step()
-    state = plain_state(model)
+    state = plain_state(model, step.layers)
     assert set(state) == set(dense(6, 5, 2).state_dict())
     weight = state["0.weight"]
     assert not torch.equal(weight, start)

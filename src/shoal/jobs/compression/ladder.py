@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.errors import ErrorGroup, ShoalError
+from shoal.errors import ShoalError, single_errors
 from shoal.jobs.compression.workshop import Candidate, Show, Workshop
+from shoal.jobs.probes import ProbeBugError
 from shoal.plan.compression import RUNTIME, judge_rung, kept_shares, meets_targets, packed_share, undecidable
 from shoal.spec.compression.config import CompressConfig
 from shoal.spec.compression.measured import Certificate, RungReport
@@ -312,11 +313,14 @@ class Ladder:
         return row
 
     def _attempt(self, name: str, act: Callable[[], object]) -> None:
-        """A rung that the model or its libraries do not allow is reported; the ladder goes on."""
+        """A rung that the model or its libraries do not allow, or that ends in a bug, is reported; the ladder goes
+        on."""
         try:
             act()
-        except (ShoalError, ErrorGroup) as failure:
-            errors = failure.errors if isinstance(failure, ErrorGroup) else [failure]
+        except ProbeBugError as failure:
+            self._add(RungReport(name=name, why=f"a bug: {failure.what}"))
+        except ShoalError as failure:
+            errors = single_errors(failure)
             if any(one.code in CANNOT_CONTINUE for one in errors):
                 raise
             self._add(RungReport(name=name, why="; ".join(f"{one.code}: {one.message}" for one in errors)))

@@ -193,7 +193,8 @@ class Workshop:
             raise StoppedError(result.status)
         shape = [*candidate.shape, *([step.hold] if step.hold else [])]
         trained = ModelFile(path=str(result.paths.model / "model.safetensors"), shape=list(shape))
-        made = self._shaped("plain", file=trained, out=self.new_path("safetensors"))
+        held = list(step.hold.layers) if step.hold else []
+        made = self._shaped("plain", file=trained, held=held, out=self.new_path("safetensors"))
         return self._weighted(candidate, made, step)
 
     def _held(self, candidate: Candidate, step: TuneStep) -> Artefact:

@@ -34,6 +34,8 @@ from shoal.compression.packed_file import write_packed
 from shoal.compression.shape import (
     CONVOLUTIONS,
     apply_steps,
+    computed_parameter,
+    computed_reason,
     count_parameters,
     dense_steps,
     low_rank_step,
@@ -93,7 +95,7 @@ def apply(subject: Subject, *, file: Any, steps: Any, out: str) -> dict[str, Any
 def fold(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
     """Batch norms as part of the layers before them."""
     model_file = _file(file)
-    step = fold_step(subject.model(model_file))
+    step = fold_step(subject.model(model_file), tuple(next(subject.train_batches(2)).inputs))
     return _shaped(subject, model_file, [step], out) if step else ShapedModel().model_dump(mode="json")
 
 
@@ -101,7 +103,8 @@ def lossless(subject: Subject, *, file: Any, out: str, claim: str, box: str) -> 
     """Everything that can go without an error: with a proof for a box of inputs, or on the training samples."""
     model_file = _file(file)
     model = subject.model(model_file)
-    steps: list[Any] = [step for step in [fold_step(model)] if step]
+    example = single_input(next(subject.train_batches(2)))
+    steps: list[Any] = [step for step in [fold_step(model, (example,))] if step]
     folded = apply_steps(copy.deepcopy(model), steps)
     bounds = input_box(subject, per_feature=box == "features")
     if claim == "proven":
@@ -280,17 +283,23 @@ def kept_by_layer(subject: Subject, *, file: Any, share: float) -> dict[str, Any
 
 
 def _layer_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A weight that two layers share is left as it is: one of them would not see what the other one's became."""
+    """A weight that two layers share is left as it is: one of them would not see what the other one's became. So is one
+    that is computed from others. SH662 if no layer is left."""
     kinds = (nn.Linear, *CONVOLUTIONS)
     owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
-    found = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, kinds)}
-    return {name: weight.detach() for name, weight in found.items() if owners[id(weight)] == 1}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
+    own = {name: layer.weight for name, layer in layers.items() if computed_parameter(layer) is None}
+    found = {name: weight.detach() for name, weight in own.items() if owners[id(weight)] == 1}
+    if not found:
+        why = "; ".join(f"'{name}': {computed_reason('weight')}" for name in layers if name not in own)
+        raise error("SH662", f"no layer has a weight of its own{f' ({why})' if why else ''}", where="shape")
+    return found
 
 
-def plain(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
-    """The weights at the values that are used, without masks, codes and rounding."""
+def plain(subject: Subject, *, file: Any, out: str, held: list[str]) -> dict[str, Any]:
+    """The weights at the values that are used, without the masks, codes and rounding that held these layers."""
     model = subject.model(_file(file))
-    weights = save_weights(plain_state(model), Path(out))
+    weights = save_weights(plain_state(model, held), Path(out))
     return ShapedModel(weights=weights, parameters=count_parameters(model)).model_dump(mode="json")
 
 
@@ -331,7 +340,7 @@ def _compared(subject: Subject, model: nn.Module, target: Path, file: Any) -> di
 def pack(subject: Subject, *, file: Any, out: str, bits: int, rounded: list[str]) -> dict[str, Any]:
     """Write the weights with few bits, entropy coded."""
     model = subject.model(_file(file))
-    write_packed(Path(out), plain_state(model), bits=bits, rounded={f"{name}.weight" for name in rounded})
+    write_packed(Path(out), model.state_dict(), bits=bits, rounded={f"{name}.weight" for name in rounded})
     return _compared(subject, model, Path(out), file)
 
 
