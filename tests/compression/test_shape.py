@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from shoal.compression.dependency import find_groups
+from shoal.compression.groups import Group, GroupMember
 from shoal.compression.importance import (
     by_magnitude,
     by_taylor,
@@ -233,6 +234,14 @@ def test_restricted_weights_train_within_their_restriction(step):
     else:
         assert len(weight.unique()) <= 4
         assert (weight[:, :2] == 0).all()
+
+
+@pytest.mark.parametrize(("keep", "channels", "left"), [(0.9, 10, 9), (0.7, 20, 14), (0.6, 5, 3), (0.5, 5, 3)])
+def test_a_share_is_what_it_says(keep, channels, left):
+    """1 - 0.9 is less than 0.1 in floating-point numbers. What cannot be divided stays."""
+    group = Group("0", channels, (GroupMember("0", False, tuple((i,) for i in range(channels))),))
+    cut = cut_least([group], [list(range(channels))], remove=1 - keep)
+    assert len(parse_indices(cut.layers["0"].out)) == left
 
 
 def test_a_depthwise_convolution_is_cut_on_both_sides():

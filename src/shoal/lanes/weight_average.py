@@ -7,7 +7,7 @@ with the very bits that it had: an evaluation is no part of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -31,7 +31,7 @@ class WeightAverage:
             return
         self._count += 1
         weight = 1.0 - self._decay if self._kind == "ema" else 1.0 / self._count
-        for name, value in _tensors(self._model).items():
+        for name, value in tensors_of(self._model).items():
             if self._count > 1 and value.is_floating_point():
                 self._values[name].lerp_(value, weight)
             else:
@@ -64,9 +64,9 @@ def evaluation_weights(
     if not averaged and not has_modes(optimizer):
         yield
         return
-    before = {name: value.detach().clone() for name, value in _tensors(model).items()}
+    before = {name: value.detach().clone() for name, value in tensors_of(model).items()}
     if averaged:
-        _assign(model, averaged)
+        assign(model, averaged)
     else:
         optimizer.eval()  # type: ignore[attr-defined]
     try:
@@ -74,15 +74,15 @@ def evaluation_weights(
     finally:
         if not averaged:
             optimizer.train()  # type: ignore[attr-defined]  # back and forth rounds: the bits come from the copy
-        _assign(model, before)
+        assign(model, before)
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, also those that state_dict() leaves out."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @torch.no_grad()
-def _assign(model: nn.Module, values: dict[str, Tensor]) -> None:
-    for name, value in _tensors(model).items():
+def assign(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, value in tensors_of(model).items():
         value.copy_(values[name])

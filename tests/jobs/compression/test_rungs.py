@@ -295,7 +295,7 @@ def test_layers_whose_weights_are_computed_are_named(run, compressed, job):
     rows = {row.name: row for row in made.report.rungs}
     why = "its weight is computed from other parameters"
     assert rows["lossless"].refused["0"] == rows[UNUSED].refused["0"] == why
-    assert rows["prune"].why.startswith(f"SH662: no layer can be cut (0: {why}")
+    assert f"0: {why}" in rows["prune"].why
     bugs = [row.why for row in rows.values() if row.why.startswith("a bug")]
     assert not bugs
     assert any(name.endswith("4 bits") and row.steps for name, row in rows.items())
