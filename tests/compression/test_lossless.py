@@ -161,6 +161,31 @@ def test_dead_on_samples_is_another_class():
     assert (model(x) - small(x)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("sizes", [(7, 5), (7, 7, 5), (7, 7)])
+def test_values_whose_shape_depends_on_the_samples_are_left_out(sizes):
+    """Time comes first here, so that a smaller last batch has another shape."""
+
+    class TimeFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 5), nn.Linear(5, 2)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.layer(x.transpose(0, 1)))).mean(0)
+
+    torch.manual_seed(0)
+    model, batches = TimeFirst().eval(), [torch.rand(size, 3, 4) for size in sizes]
+    with torch.no_grad():
+        model.layer.bias[:] = torch.tensor([-100.0, -100.0, 9.0, 9.0, 9.0])
+    found = cut_from_samples(model, batches)
+    if len(set(sizes)) > 1:
+        assert found.step is None
+        assert found.refused["relu"] == "its shape changes with the number of samples"
+    else:
+        small = apply_steps(copy.deepcopy(model), [found.step])
+        assert all(torch.allclose(small(x), model(x), atol=1e-6) for x in batches)
+
+
 def test_shared_layers_and_unknown_operations_are_refused():
     class Twice(nn.Module):
         def __init__(self):

@@ -73,23 +73,28 @@ def cut_from_samples(model: nn.Module, batches: Iterable[Tensor]) -> FoundCut:
     with torch.no_grad():
         for batch in batches:
             observed.run(batch)
-    return _cut(graph, observed.found, {})
+    kept = {name: bounds for name, bounds in observed.found.items() if name not in observed.changing}
+    return _cut(graph, kept, dict.fromkeys(observed.changing, "its shape changes with the number of samples"))
 
 
 class _Observer(fx.Interpreter):
-    """Runs the graph on batches and keeps the smallest and largest value of every element."""
+    """Runs the graph on batches and keeps the smallest and largest value of every element. `changing`: values whose
+    shape is another one in another batch."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         self.found: dict[str, Bounds] = {}
+        self.changing: set[str] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if isinstance(value, Tensor) and value.dim() > 1 and value.is_floating_point():
             low, high = value.amin(0, keepdim=True).double(), value.amax(0, keepdim=True).double()
-            if (old := self.found.get(n.name)) is not None:
-                low, high = torch.minimum(low, old.low), torch.maximum(high, old.high)
-            self.found[n.name] = Bounds(low, high)
+            old = self.found.setdefault(n.name, Bounds(low, high))
+            if old.low.shape != low.shape:  # samples are not first
+                self.changing.add(n.name)
+            else:
+                self.found[n.name] = Bounds(torch.minimum(low, old.low), torch.maximum(high, old.high))
         return value
 
 

@@ -69,7 +69,7 @@ class Scripted:
         made = {name: Ratio(median=r, low=r - SPREAD / 2, high=r + SPREAD / 2) for name, r in ratios.items()}
         return [Latency(name=n, seconds={1: r.median}, ratios={1: r, 64: r}) for n, r in made.items()]
 
-    def layers(self, made):
+    def layers(self, made, *, packed):
         return {"0": made.parameters}
 
     def kept_by_layer(self, made, share):

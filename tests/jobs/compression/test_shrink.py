@@ -21,7 +21,7 @@ SHRINKING = MLP | {"shrink": {"at": "30%", "keep": "60%"}, "steps": 40, "evaluat
 
 
 CUT_AT = 20  # the first evaluation at or after 30 % of 40 steps
-SHORT = {"steps": 8, "evaluate": {"every_steps": 2}}
+SHORT = {"steps": 8, "evaluate": {"every_steps": 4}}
 
 
 def test_the_second_leg_continues_with_the_state_cut(run, job_dir):
@@ -102,16 +102,16 @@ def test_what_stands_beside_the_weights_is_cut_or_kept(run, job_dir, average):
         if kept and kept.inputs and part == "weight":
             old = old[:, parse_indices(kept.inputs)]
         assert torch.equal(values[name], old), name
-    assert values != cut["model"]
+    assert any(not torch.equal(values[name], cut["model"][name]) for name in values)
     api.load(result.paths.root)
 
 
 @pytest.mark.long
 def test_an_optimizer_that_keeps_something_of_another_shape_is_told(run, job_dir):
     """Sums over rows and columns do not belong to single weights. Nothing of a second leg stays."""
-    result = run(SHRINKING | {"optimizer": {"name": "torch.optim:Adafactor"}})
-    assert result.status == "failed"
-    (failure,) = single_errors(result.error)
+    with pytest.raises(ShoalError) as refused:
+        run(SHRINKING | {"optimizer": {"name": "torch.optim:Adafactor"}})
+    (failure,) = single_errors(refused.value)
     assert (failure.code, failure.where) == ("SH669", "shrink")
     assert "the optimizer keeps 'col_var' of shape" in failure.message
     assert [path.name for path in (job_dir / "runs").iterdir() if path.name.startswith("mlp-shrunk")] == []

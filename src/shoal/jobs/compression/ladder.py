@@ -102,7 +102,7 @@ class Ladder:
         quality = self.rungs[-1].quality
         if quality is None or quality.drop_bound <= self.config.max_drop or undecidable(quality, self.config.max_drop):
             return False
-        hold = RoundStep(layers=dict.fromkeys(self.workshop.layers(start), 8))
+        hold = RoundStep(layers=dict.fromkeys(self.workshop.layers(start, packed=False), 8))
         tuned = self.workshop.tune(start, self._tuning(hold=hold))
         made = replace(self.workshop.take(tuned, OnnxStep(bits=8)), name=_joined(start, "int8 with training"))
         return self._consider(made)
@@ -174,7 +174,7 @@ class Ladder:
         """Weights of 4, 3 and 2 bits, each trained through the rounding from the one before it."""
         if self._only_smaller("low_bits"):
             return
-        layers, current = list(self.workshop.layers(self.base)), self.base
+        layers, current = list(self.workshop.layers(self.base, packed=True)), self.base
         for bits in (4, 3, 2):
             hold = RoundStep(layers=dict.fromkeys(layers, bits))
             current = self.workshop.tune(current, self._tuning(hold=hold, teacher=self._may_teach))
@@ -193,8 +193,8 @@ class Ladder:
         """Fewer and fewer weights, then shared values. Only size counts here: the file runs as before."""
         if self._only_smaller("pack"):
             return
+        sizes = self.workshop.layers(self.base, packed=True)
         good = self._sparse()
-        sizes = self.workshop.layers(good)
         for bits in (4, 3):
             hold = ShareStep(layers=dict.fromkeys(sizes, bits))
             tuned = self.workshop.tune(good, self._tuning(hold=hold, teacher=self._may_teach))

@@ -226,8 +226,9 @@ class Workshop:
 
         return self._ask(TimedModels, "latency", is_sound, models=files, sizes=list(sizes)).found
 
-    def layers(self, candidate: Candidate) -> dict[str, int]:
-        return self._ask(LayerSizes, "layers", file=candidate.source).weights
+    def layers(self, candidate: Candidate, *, packed: bool) -> dict[str, int]:
+        """With their numbers of weights, for a packed file or not."""
+        return self._ask(LayerSizes, "layers", file=candidate.source, packed=packed).weights
 
     def kept_by_layer(self, candidate: Candidate, share: float) -> dict[str, float]:
         """The share of the weights that each layer keeps, if the model keeps this share of them."""

@@ -30,7 +30,7 @@ from shoal.compression.importance import (
 from shoal.compression.lossless import FoundCut, cut_from_box, cut_from_samples, fold_step
 from shoal.compression.measure import measure_in_turns
 from shoal.compression.onnx_files import Ranges, export_onnx, observe_ranges, quantise_onnx
-from shoal.compression.packed_file import write_packed
+from shoal.compression.packed_file import check_packable, write_packed
 from shoal.compression.shape import (
     CONVOLUTIONS,
     apply_steps,
@@ -272,9 +272,13 @@ def zero(subject: Subject, *, file: Any, out: str, keep: dict[str, float]) -> di
     return ShapedModel(weights=weights, parameters=count_parameters(model)).model_dump(mode="json")
 
 
-def layers(subject: Subject, *, file: Any) -> dict[str, Any]:
-    """Dense layers and convolutions, with their numbers of weights."""
-    return {"weights": {name: weight.numel() for name, weight in _layer_weights(subject.model(_file(file))).items()}}
+def layers(subject: Subject, *, file: Any, packed: bool) -> dict[str, Any]:
+    """Dense layers and convolutions, with their numbers of weights. SH662 if a packed file is to be made of the model,
+    and could not hold it: nothing is trained in vain."""
+    model = subject.model(_file(file))
+    if packed:
+        check_packable(model.state_dict())
+    return {"weights": {name: weight.numel() for name, weight in _layer_weights(model).items()}}
 
 
 def kept_by_layer(subject: Subject, *, file: Any, share: float) -> dict[str, Any]:
@@ -340,7 +344,8 @@ def _compared(subject: Subject, model: nn.Module, target: Path, file: Any) -> di
 def pack(subject: Subject, *, file: Any, out: str, bits: int, rounded: list[str]) -> dict[str, Any]:
     """Write the weights with few bits, entropy coded."""
     model = subject.model(_file(file))
-    write_packed(Path(out), model.state_dict(), bits=bits, rounded={f"{name}.weight" for name in rounded})
+    buffers, of_rounded = dict(model.named_buffers()), {f"{name}.weight" for name in rounded}
+    write_packed(Path(out), model.state_dict(), bits=bits, rounded=of_rounded, exact=buffers)
     return _compared(subject, model, Path(out), file)
 
 
