@@ -14,6 +14,7 @@ from shoal.plan.compression import shrink_step, tune_job
 from shoal.spec.compression.steps import TuneStep, parse_indices
 from shoal.spec.load import load_run_job, make_job
 from shoal.spec.run_paths import RunPaths
+from shoal.tasks.model import build_task
 from tests.conftest import CNN, MLP
 
 pytest.importorskip("torch_pruning", reason="the extra compress is not installed")
@@ -70,6 +71,14 @@ def test_jobs_that_cannot_shrink(job_dir, change, where):
         make_job(SHRINKING | change, base_dir=str(job_dir))
     errors = refused.value.errors if isinstance(refused.value, ErrorGroup) else [refused.value]
     assert ("SH668", where) in [(one.code, one.where) for one in errors]
+
+
+def test_a_task_that_carries_something_on_is_refused_before_it_trains(job_dir):
+    own = {name: value for name, value in SHRINKING.items() if name not in ("model", "loss", "metrics")}
+    job = make_job(own | {"task": "loops.py:WordLanguageModel"}, base_dir=str(job_dir))
+    with pytest.raises(ShoalError, match="has several phases or carries something on") as refused:
+        build_task(job)
+    assert (refused.value.code, refused.value.where) == ("SH863", "shrink")
 
 
 def test_without_an_evaluation_in_time(job_dir):
