@@ -87,8 +87,10 @@ def _train(data: dict[str, Any], seed: int, shrink: dict[str, str] | None) -> di
 
 
 def _sent_bytes(runs: Path) -> int:
-    """What the workers of all legs sent to each other."""
+    """What the workers of all legs sent to each other. If one was lost, the other one trained alone: no measurement."""
     states = [load_state(paths.events, paths.state_snapshot) for paths in map(RunPaths.at, runs.iterdir())]
+    if any(state.deaths for state in states):
+        raise RuntimeError("a worker was lost: measure again on a machine that is less busy")
     return sum(state.bytes_sent for state in states)
 
 

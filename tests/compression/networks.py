@@ -8,13 +8,13 @@ from torch.nn import functional as F
 
 
 class Residual(nn.Module):
-    def __init__(self):
+    def __init__(self, width=8):
         super().__init__()
-        self.first = nn.Conv2d(1, 8, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(8)
-        self.second = nn.Conv2d(8, 8, 3, padding=1)
-        self.second_norm = nn.BatchNorm2d(8)
-        self.third = nn.Conv2d(8, 6, 3)
+        self.first = nn.Conv2d(1, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+        self.second_norm = nn.BatchNorm2d(width)
+        self.third = nn.Conv2d(width, 6, 3)
         self.head = nn.Linear(24, 5)
 
     def forward(self, x):

@@ -149,6 +149,18 @@ def test_units_have_scores(score):
     assert apply_steps(copy.deepcopy(model), [cut]).recurrent.hidden_size == 8
 
 
+@pytest.mark.parametrize("last", [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.LogSoftmax(1), nn.Identity()])
+def test_the_output_keeps_its_width(last):
+    """Also behind a norm, which has no outputs of its own."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4), last), torch.rand(2, 8)
+    groups = find_groups(model, (x,))
+    assert [one.name for one in groups.found] == ["0"]
+    assert "2" in groups.refused
+    small = apply_steps(copy.deepcopy(model), [cut_least(groups.found, by_magnitude(model, groups.found), remove=0.5)])
+    assert small(x).shape == (2, 4)
+
+
 @pytest.mark.parametrize("more", [{"num_layers": 2}, {"bidirectional": True}, {"proj_size": 4}])
 def test_a_recurrent_layer_that_cannot_be_cut_is_named(more):
     _, groups = groups_of(lambda: Recurrent(**more))

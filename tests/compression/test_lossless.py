@@ -8,11 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from shoal.compression.bounds import Bounds, module_bounds, propagate, trace
+from shoal.compression.dependency import find_groups
 from shoal.compression.lossless import cut_from_box, cut_from_samples, fold_step
-from shoal.compression.shape import apply_steps, count_parameters
+from shoal.compression.shape import apply_steps, count_parameters, low_rank_step
 from shoal.errors import ShoalError
+from shoal.spec.compression.steps import CutStep, FoldStep, Kept, LowRankStep, RoundStep
 from tests.compression.networks import Residual, Transformer, dense, randomise_norms
 
 ROUNDING = 1e-9
@@ -30,7 +34,7 @@ def points(bounds, count, seed=0):
 def cut(model, bounds):
     """The model before and after, in float64, and what was found."""
     model = model.double().eval()
-    steps = [step for step in [fold_step(model)] if step]
+    steps = [step for step in [fold_step(model, (points(bounds, 2),))] if step]
     folded = apply_steps(copy.deepcopy(model), steps)
     found = cut_from_box(folded, bounds)
     return apply_steps(copy.deepcopy(model), [*steps, *([found.step] if found.step else [])]), found
@@ -157,6 +161,31 @@ def test_dead_on_samples_is_another_class():
     assert (model(x) - small(x)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("sizes", [(7, 5), (7, 7, 5), (7, 7)])
+def test_values_whose_shape_depends_on_the_samples_are_left_out(sizes):
+    """Time comes first here, so that a smaller last batch has another shape."""
+
+    class TimeFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 5), nn.Linear(5, 2)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.layer(x.transpose(0, 1)))).mean(0)
+
+    torch.manual_seed(0)
+    model, batches = TimeFirst().eval(), [torch.rand(size, 3, 4) for size in sizes]
+    with torch.no_grad():
+        model.layer.bias[:] = torch.tensor([-100.0, -100.0, 9.0, 9.0, 9.0])
+    found = cut_from_samples(model, batches)
+    if len(set(sizes)) > 1:
+        assert found.step is None
+        assert found.refused["relu"] == "its shape changes with the number of samples"
+    else:
+        small = apply_steps(copy.deepcopy(model), [found.step])
+        assert all(torch.allclose(small(x), model(x), atol=1e-6) for x in batches)
+
+
 def test_shared_layers_and_unknown_operations_are_refused():
     class Twice(nn.Module):
         def __init__(self):
@@ -184,4 +213,181 @@ def test_shared_layers_and_unknown_operations_are_refused():
 
 def test_a_model_that_cannot_be_traced_is_told():
     with pytest.raises(ShoalError, match="cannot be traced"):
-        fold_step(Transformer())
+        fold_step(Transformer(), (torch.zeros(2, 8, dtype=torch.int64),))
+
+
+class Joining(nn.Module):
+    """Two layers side by side, joined by a function."""
+
+    def __init__(self, join, inputs):
+        super().__init__()
+        self.join = join
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.hidden, self.head = nn.Linear(inputs, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.join(torch.relu(self.first(x)), F.relu(input=self.second(input=x)))
+        return self.head(torch.relu(self.hidden(x)))
+
+
+@pytest.mark.parametrize(
+    ("join", "inputs"),
+    [
+        (lambda a, b: torch.cat([a, b], 1), 8),
+        (lambda a, b: torch.cat((a, b), dim=-1), 8),
+        (lambda a, b: torch.stack([a, b], 1).flatten(1), 8),
+        (lambda a, b: torch.stack([a, b], dim=-1).flatten(1), 8),
+        (lambda a, b: a + b, 4),
+        (lambda a, b: torch.add(1, b), 4),
+    ],
+    ids=["cat", "cat-last", "stack", "stack-last", "add", "shift"],
+)
+def test_values_that_are_joined_keep_their_bounds(join, inputs):
+    torch.manual_seed(0)
+    model = Joining(join, inputs)
+    with torch.no_grad():
+        model.hidden.bias[:] = torch.tensor([-100.0, -100.0, 9.0, 9.0, 9.0, 9.0])
+    small, found = cut(model, box(4))
+    assert found.removed == {"hidden": 2}
+    x = points(box(4), 100)
+    assert (model(x) - small(x)).abs().max() < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("join", "why"),
+    [
+        (lambda a, b: torch.cat([a, b]).chunk(2)[0], "there are no bounds for cat along the first dimension"),
+        (lambda a, b: torch.stack([a, b]).sum(0), "there are no bounds for stack along the first dimension"),
+        (lambda a, b: torch.cat([a, torch.ones(1, 4)], 1)[:, :4], "there are no bounds for cat with other tensors"),
+        (lambda a, b: torch.where(a > 0, input=a, other=b), "there are no bounds for gt"),
+        (lambda a, b: a.masked_fill(mask=b, value=0.0), "there are no bounds for masked_fill"),
+        (lambda a, b: a.flatten(99), "there are no bounds for flatten: IndexError"),
+        (lambda a, b: F.leaky_relu(a, -0.1) + b, "there are no bounds for a leaky_relu that falls"),
+    ],
+    ids=["cat", "stack", "constant", "where", "method", "failing", "leaky"],
+)
+def test_an_operation_without_a_rule_is_named_and_the_rest_goes_on(join, why):
+    model = Joining(join, 4).double()
+    with torch.no_grad():
+        model.first.bias[0] = -100
+    found = propagate(trace(model), box(4))
+    assert any(text.startswith(why) for text in found.refused.values()), found.refused
+    assert found.refused["head"] == "its input has no bounds"
+    assert cut_from_box(model, box(4)).step is None
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        lambda layer: apply_steps(nn.Sequential(layer), [RoundStep(layers={"0": 4})])[0],
+    ],
+    ids=["weight_norm", "spectral_norm", "old weight_norm", "old spectral_norm", "rounded"],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_layers_whose_weights_are_computed_stay(wrap):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        wrap(nn.Linear(4, 6)), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)
+    )
+    with torch.no_grad():
+        model[3].bias[:] = torch.tensor([-1e3, -1e3, 1e3, 1e3, 1e3, 1e3])
+    model.eval()
+    why = "its weight is computed from other parameters"
+    assert fold_step(model, (torch.rand(2, 4),)) is None
+    found = cut_from_box(model.double(), box(4))
+    assert (found.removed, found.refused["0"]) == ({"3": 2}, why)
+    x = points(box(4), 50)
+    before = model(x)
+    apply_steps(model, [found.step])
+    assert (model(x) - before).abs().max() < ROUNDING
+    groups = find_groups(model, (x[:2],))
+    assert {one.name for one in groups.found} <= {"3"}
+    assert groups.refused["0"] == why
+    assert low_rank_step(model, 0.1)[1]["0"] == why
+    for step in (CutStep(layers={"0": Kept(out="0-2")}), FoldStep(pairs=[("0", "1")]), LowRankStep(layers={"0": 1})):
+        with pytest.raises(ShoalError, match=f"'0': {why}") as refused:
+            apply_steps(model, [step])
+        assert refused.value.code == "SH660"
+
+
+def test_a_weight_that_the_code_reads_itself_stays():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.layer(x))) + self.layer.weight.sum()
+
+    model = Reading()
+    with torch.no_grad():
+        model.layer.bias[:2] = -1000
+    assert cut(model, box(4))[1].step is None
+
+
+@pytest.mark.parametrize(("length", "folded"), [(6, False), (None, True)], ids=["sequence", "plain"])
+def test_a_norm_that_acts_on_another_dimension_is_not_folded(length, folded):
+    """A batch norm over sequences acts on the second dimension, a dense layer on the last; here they are as long."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    with torch.no_grad():
+        model[1].running_mean.uniform_(-1, 1)
+        model[1].running_var.uniform_(0.3, 3)
+    shape = (6, 4) if length else (4,)
+    small, _ = cut(model, box(*shape))
+    assert isinstance(small[1], nn.Identity) == folded
+    x = points(box(*shape), 50)
+    assert (model(x) - small(x)).abs().max() < ROUNDING
+
+
+def test_an_activation_that_falls_is_no_rising_one():
+    model = nn.Sequential(nn.Linear(1, 1), nn.LeakyReLU(-0.5), nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 1))
+    with torch.no_grad():
+        model[0].weight[:], model[0].bias[:] = 1, 0
+        model[2].weight[:], model[2].bias[:] = torch.tensor([[-1.0], [1.0]]), torch.tensor([0.9, 0.1])
+    small, found = cut(model, box(1, low=-3.0))
+    assert "there are no bounds for a LeakyReLU" in found.refused.values()
+    x = points(box(1, low=-3.0), 100)
+    assert (model(x) - small(x)).abs().max() < ROUNDING
+    rising = propagate(trace(nn.Sequential(nn.LeakyReLU(0.5), nn.ELU())), box(1, low=-3.0))
+    assert not rising.refused
+    assert propagate(trace(nn.Sequential(nn.ELU(alpha=-1.0))), box(1, low=-3.0)).refused
+
+
+class Sums(nn.Module):
+    def forward(self, x):
+        return x + torch.relu(x), x + 0.1
+
+
+@settings(max_examples=60)
+@given(low=st.floats(0, 1e9), width=st.floats(1e-3, 1e9))
+def test_sums_of_bounds_are_rounded_outwards(low, width):
+    ends = low, low + width
+    found = propagate(trace(Sums()), Bounds(*(torch.tensor([[end]], dtype=torch.float64) for end in ends))).found
+    for bounds, exact in ((found["add"], Fraction), (found["add_1"], lambda end: Fraction(0.1))):
+        least, most = (Fraction(end) + exact(end) for end in ends)
+        assert Fraction(bounds.low.item()) <= least < most <= Fraction(bounds.high.item())
+    one = torch.full((1, 1), low, dtype=torch.float64)
+    same = propagate(trace(Sums()), Bounds(one, one)).found["add"]
+    assert same.low == same.high == 2 * low
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31), width=st.integers(2, 6), shift=st.floats(-4, 1), low=st.floats(-2, 1))
+def test_random_residual_networks_with_norms_are_equal_in_the_box(seed, width, shift, low):
+    torch.manual_seed(seed)
+    model = randomise_norms(Residual(width))
+    with torch.no_grad():
+        for norm in (model.norm, model.second_norm):
+            norm.bias.uniform_(-1, 1).add_(shift)
+        model.third.bias += shift * torch.rand_like(model.third.bias) * 3
+        model.third.weight *= (torch.rand(len(model.third.weight), 1, 1, 1) > 0.3).float()
+    bounds = box(1, 8, 8, low=low, high=low + 1.5)
+    small, _ = cut(model, bounds)
+    assert isinstance(small.norm, nn.Identity)
+    x = points(bounds, 100)
+    assert (model(x) - small(x)).abs().max() < ROUNDING * max(1.0, model(x).abs().max().item())

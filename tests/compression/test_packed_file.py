@@ -55,6 +55,35 @@ def test_rounded_weights_come_back_as_they_are(tmp_path, bits):
     assert (tmp_path / "model.packed").stat().st_size < weight.numel() * bits / 8 * 1.05 + 4 * 30 + 400
 
 
+def test_what_is_no_parameter_comes_back_as_it_is(tmp_path):
+    """Masks, tables and running variances are not learned: nothing may be near them instead. So do parameters that 16
+    bits or shared values would change much."""
+    exact = {
+        "mask": torch.full((20, 20), -torch.inf).triu(1),
+        "seen": torch.ones(20, 20, dtype=torch.bool).tril(),
+        "sines": torch.sin(torch.arange(600.0)).reshape(30, 20),
+        "running_var": torch.tensor([1e-9, 1.0, 1e6]),
+        "count": torch.tensor(3),
+    }
+    kept = {"tiny": torch.full((7,), 1e-9), "infinite": torch.full((20, 20), -torch.inf), "large": torch.tensor([1e6])}
+    bias = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    write_packed(tmp_path / "model.packed", exact | kept | {"bias": bias}, bits=4, exact=exact)
+    found = read_packed(tmp_path / "model.packed")
+    for name, tensor in (exact | kept).items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    assert torch.equal(found["bias"], bias.half().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_a_type_that_the_file_cannot_hold_is_told(tmp_path, dtype):
+    state = {"weight": torch.ones(3, 3), "other": torch.ones(3, dtype=dtype)}
+    with pytest.raises(ShoalError, match=r"'other' is .* which a packed file cannot hold") as refused:
+        write_packed(tmp_path / "model.packed", state, bits=4)
+    assert refused.value.code == "SH662"
+    assert not (tmp_path / "model.packed").exists()
+
+
 def test_the_same_weights_give_the_same_bytes(tmp_path, state):
     for name in ("one", "other"):
         write_packed(tmp_path / name, state, bits=4)

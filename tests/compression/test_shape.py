@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from shoal.compression.dependency import find_groups
+from shoal.compression.groups import Group, GroupMember
 from shoal.compression.importance import (
     by_magnitude,
     by_taylor,
@@ -149,7 +150,7 @@ def test_small_layers_keep_more_of_their_weights():
 def test_a_pruned_network_is_the_one_whose_layers_ignore_the_removed_channels(make, folded):
     torch.manual_seed(0)
     model, x = randomise_norms(make()).double(), torch.rand(3, 1, 28, 28, dtype=torch.float64)
-    if folded and (fold := fold_step(model)):
+    if folded and (fold := fold_step(model, (x,))):
         before = model(x)
         apply_steps(model, [fold])
         assert not any(isinstance(one, nn.BatchNorm2d) for one in model.modules())
@@ -221,7 +222,7 @@ def test_restricted_weights_train_within_their_restriction(step):
         optimizer.zero_grad()
         model(x).square().sum().backward()
         optimizer.step()
-    state = plain_state(model)
+    state = plain_state(model, step.layers)
     assert set(state) == set(dense(6, 5, 2).state_dict())
     weight = state["0.weight"]
     assert not torch.equal(weight, start)
@@ -233,6 +234,14 @@ def test_restricted_weights_train_within_their_restriction(step):
     else:
         assert len(weight.unique()) <= 4
         assert (weight[:, :2] == 0).all()
+
+
+@pytest.mark.parametrize(("keep", "channels", "left"), [(0.9, 10, 9), (0.7, 20, 14), (0.6, 5, 3), (0.5, 5, 3)])
+def test_a_share_is_what_it_says(keep, channels, left):
+    """1 - 0.9 is less than 0.1 in floating-point numbers. What cannot be divided stays."""
+    group = Group("0", channels, (GroupMember("0", False, tuple((i,) for i in range(channels))),))
+    cut = cut_least([group], [list(range(channels))], remove=1 - keep)
+    assert len(parse_indices(cut.layers["0"].out)) == left
 
 
 def test_a_depthwise_convolution_is_cut_on_both_sides():

@@ -57,7 +57,7 @@ QUESTIONS = {
     "prune": lambda shop: shop.prune(PARENT, "name", remove=0.5, importance="fisher"),
     "quality": lambda shop: check_quality(shop.judge(PARENT)),
     "latency": lambda shop: check_latency(shop.time({"a": PARENT, "b": PARENT})),
-    "layers": lambda shop: shop.layers(PARENT),
+    "layers": lambda shop: shop.layers(PARENT, packed=True),
     "kept_by_layer": lambda shop: ZeroStep(keep=shop.kept_by_layer(PARENT, 0.5)),
     "export": lambda shop: shop.export(PARENT, out="x"),
 }

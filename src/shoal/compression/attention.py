@@ -69,7 +69,7 @@ def check_groups(model: nn.Module, inputs: tuple[Any, ...], groups: list[Group])
     """The groups that the user's code can do without a channel of, and why not for the others.
 
     The cut model must give what the model gives if its layers ignore the channel. If a group has a layer norm or an
-    embedding, the values differ, and the model must only run.
+    embedding, the values differ, and only the output's shape must be the same.
     """
     if not groups or _refusal(model, inputs, groups) is None:
         return groups, {}
@@ -82,10 +82,12 @@ def _refusal(model: nn.Module, inputs: tuple[Any, ...], groups: list[Group]) -> 
     several = [group for group in groups if group.channels > 1]
     try:
         small = apply_steps(copy.deepcopy(model), [cut_channels(several, [range(1, g.channels) for g in several])])
-        same = _agree(small, _masked(model, several), inputs)
+        shapes, same = _agree(small, _masked(model, several), inputs)
     except Exception as failure:  # the user's code may raise anything
         return f"the model's code does not run without a part of it: {describe_exception(failure)[:200]}"
     exact = not any(isinstance(layer, (nn.LayerNorm, nn.Embedding)) for layer in _layers_of(model, several))
+    if not shapes:
+        return "the model's output would be smaller without a part of it"
     return None if same or not exact else "the model's code computes something else without a part of it"
 
 
@@ -115,11 +117,12 @@ def _usable(model: nn.Module, inputs: tuple[Any, ...], group: Group) -> Group | 
 
 
 @torch.no_grad()
-def _agree(one: nn.Module, other: nn.Module, inputs: tuple[Any, ...]) -> bool:
+def _agree(one: nn.Module, other: nn.Module, inputs: tuple[Any, ...]) -> tuple[bool, bool]:
+    """Whether the outputs of both have the same shapes, and then whether they have the same values."""
     pairs = list(zip(tensors_in(one(*inputs)), tensors_in(other(*inputs)), strict=True))
-    return all(
-        a.shape == b.shape and bool((a - b).abs().max() <= SAME * b.abs().max()) for a, b in pairs if a.numel()
-    ) and bool(pairs)
+    if not pairs or any(a.shape != b.shape for a, b in pairs):
+        return False, False
+    return True, all(bool((a - b).abs().max() <= SAME * b.abs().max()) for a, b in pairs if a.numel())
 
 
 def _dense_groups(model: nn.Module, inputs: tuple[Any, ...], candidates: list[str]) -> list[Group]:

@@ -20,18 +20,11 @@ from shoal.errors import ShoalError, describe_exception, error
 
 ROUNDING = 1e-11
 """Bounds are widened by this share of the terms, which is more than float64 loses in a sum of 10,000 of them."""
-POOLS = (
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.AvgPool1d,
-    nn.AvgPool2d,
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveMaxPool1d,
-    nn.AdaptiveMaxPool2d,
-)
+AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
+POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, *AVERAGES)
 PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Flatten)
 RISING = (nn.ReLU, nn.ReLU6, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.Softplus, nn.ELU, nn.Hardtanh)
+AVERAGE_FUNCTIONS = (F.avg_pool1d, F.avg_pool2d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d)
 RISING_FUNCTIONS = (
     F.relu,
     torch.relu,
@@ -40,13 +33,11 @@ RISING_FUNCTIONS = (
     torch.tanh,
     F.max_pool1d,
     F.max_pool2d,
-    F.avg_pool1d,
-    F.avg_pool2d,
-    F.adaptive_avg_pool1d,
-    F.adaptive_avg_pool2d,
+    *AVERAGE_FUNCTIONS,
     torch.flatten,
     F.leaky_relu,
 )
+"""`leaky_relu` and `ELU` only rise if their slopes do."""
 RISING_METHODS = ("relu", "sigmoid", "tanh", "flatten", "contiguous", "squeeze", "unsqueeze")
 RESHAPING_METHODS = ("view", "reshape")
 
@@ -69,6 +60,15 @@ class Bounds:
         radius = radius + torch.where(radius > 0, ROUNDING * (middle.abs() + terms), 0.0)
         return Bounds(middle - radius, middle + radius)
 
+    def outwards(self) -> Bounds:
+        """Wider by what one operation may lose. What is the same everywhere stays so."""
+        far = torch.full_like(self.low, torch.inf)
+        apart = self.low < self.high
+        return Bounds(
+            torch.where(apart, self.low.nextafter(-far), self.low),
+            torch.where(apart, self.high.nextafter(far), self.high),
+        )
+
 
 def trace(model: nn.Module) -> fx.GraphModule:
     """The graph of the model's layers. SH662 if it cannot be traced."""
@@ -89,42 +89,57 @@ class BoundsInterpreter(fx.Interpreter):
         self.refused: dict[str, str] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        """An operation that fails on bounds has no rule for them."""
         try:
+            if n.op != "output" and any(self.env[one] is None for one in n.all_input_nodes):
+                raise error("SH662", "its input has no bounds")
             result = super().run_node(n)
         except ShoalError as failure:
             self.refused[n.name] = failure.message
+            return None
+        except Exception as failure:
+            self.refused[n.name] = f"there are no bounds for {_name_of(n.target)}: {describe_exception(failure)}"
             return None
         if isinstance(result, Bounds):
             self.found[n.name] = result
         return result
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layer, value = self.fetch_attr(target), args[0]
-        if not isinstance(value, Bounds):
-            raise error("SH662", "its input has no bounds")
-        return module_bounds(layer, value)
+        layer, values = self.fetch_attr(target), [*args, *kwargs.values()]
+        if len(values) != 1 or not isinstance(values[0], Bounds):
+            raise error("SH662", f"there are no bounds for a {type(layer).__name__} with other inputs")
+        return module_bounds(layer, values[0])
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not any(isinstance(a, Bounds) for a in args):
-            if None in args:
-                raise error("SH662", "its input has no bounds")
+        if not _has_bounds((args, kwargs)):
             return super().call_function(target, args, kwargs)
+        if not args and "input" in kwargs:
+            args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
         if target in (operator.add, torch.add, operator.iadd) and len(args) == 2 and not kwargs:
             return _add(*args)
+        if target in (torch.cat, torch.concat, torch.stack):
+            return _joined(target, *args, **kwargs)
         if target in (F.dropout, F.dropout2d):
             return args[0]
-        if target in (getattr, operator.getitem):
-            return getattr(args[0].low, args[1]) if target is getattr else _no_rule(target)
-        if target in RISING_FUNCTIONS:
-            return args[0].rising(lambda x: target(x, *args[1:], **kwargs))
+        if target is getattr:
+            return getattr(args[0].low, args[1])
+        if target is F.leaky_relu and _slope(*args[1:], **kwargs) < 0:
+            raise error("SH662", "there are no bounds for a leaky_relu that falls")
+        if target in RISING_FUNCTIONS and not _has_bounds((args[1:], kwargs)):
+
+            def act(x: Tensor) -> Any:
+                return target(x, *args[1:], **kwargs)
+
+            value: Bounds = args[0]
+            return value.linear(act, act) if target in AVERAGE_FUNCTIONS else value.rising(act)
         return _no_rule(target)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value, rest = args[0], args[1:]
-        if not isinstance(value, Bounds):
-            if value is None:
-                raise error("SH662", "its input has no bounds")
+        if not _has_bounds((args, kwargs)):
             return super().call_method(target, args, kwargs)
+        if _has_bounds((rest, kwargs)):
+            return _no_rule(target)
         if target == "size":
             return value.low.size(*rest)
         if target in RISING_METHODS or target in RESHAPING_METHODS:
@@ -132,19 +147,43 @@ class BoundsInterpreter(fx.Interpreter):
         return _no_rule(target)
 
 
+def _has_bounds(value: Any) -> bool:
+    """Whether there are bounds anywhere in the arguments of a call."""
+    if isinstance(value, dict):
+        return any(map(_has_bounds, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_bounds, value))
+    return isinstance(value, Bounds)
+
+
 def _add(left: Any, right: Any) -> Bounds:
-    if left is None or right is None:
-        raise error("SH662", "its input has no bounds")
     if not isinstance(left, Bounds):
         left, right = right, left
     if isinstance(right, Bounds):
-        return Bounds(left.low + right.low, left.high + right.high)
-    shifted: Bounds = left.rising(lambda x: x + right)
-    return shifted
+        return Bounds(left.low + right.low, left.high + right.high).outwards()
+    return left.rising(lambda x: x + right).outwards()  # type: ignore[no-any-return]
+
+
+def _joined(act: Any, tensors: Any, dim: int = 0) -> Bounds:
+    """Tensors side by side. The first dimension stays that of samples."""
+    if not all(isinstance(one, Bounds) for one in tensors):
+        raise error("SH662", f"there are no bounds for {act.__name__} with other tensors")
+    low, high = act([one.low for one in tensors], dim), act([one.high for one in tensors], dim)
+    if dim % low.dim() == 0:
+        raise error("SH662", f"there are no bounds for {act.__name__} along the first dimension")
+    return Bounds(low, high)
+
+
+def _slope(negative_slope: float = 0.01, inplace: bool = False) -> float:
+    return negative_slope
+
+
+def _name_of(target: Any) -> str:
+    return str(getattr(target, "__name__", target))
 
 
 def _no_rule(target: Any) -> Any:
-    raise error("SH662", f"there are no bounds for {getattr(target, '__name__', target)}")
+    raise error("SH662", f"there are no bounds for {_name_of(target)}")
 
 
 def module_bounds(layer: nn.Module, value: Bounds) -> Bounds:
@@ -160,7 +199,10 @@ def module_bounds(layer: nn.Module, value: Bounds) -> Bounds:
         return value.rising(layer)
     if isinstance(layer, PASSING):
         return value
-    if isinstance(layer, (*POOLS, *RISING)) and not getattr(layer, "return_indices", False):
+    if isinstance(layer, AVERAGES):
+        return value.linear(layer, layer)
+    falls = getattr(layer, "negative_slope", 0) < 0 or getattr(layer, "alpha", 0) < 0
+    if isinstance(layer, (*POOLS, *RISING)) and not getattr(layer, "return_indices", False) and not falls:
         return value.rising(layer)
     raise error("SH662", f"there are no bounds for a {type(layer).__name__}")
 

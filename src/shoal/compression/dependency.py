@@ -16,7 +16,7 @@ from shoal.compression.groups import Group, GroupMember, Groups, tensors_in
 from shoal.compression.heads import WideLinear
 from shoal.compression.optional import load_library
 from shoal.compression.recurrent import find_recurrent_groups
-from shoal.compression.shape import BATCH_NORMS, CONVOLUTIONS
+from shoal.compression.shape import BATCH_NORMS, CONVOLUTIONS, computed_parameter, computed_reason
 from shoal.errors import describe_exception, error
 
 CUTTABLE = (nn.Linear, *CONVOLUTIONS, *BATCH_NORMS, nn.LayerNorm, nn.Embedding)
@@ -28,7 +28,17 @@ def find_groups(model: nn.Module, inputs: tuple[Any, ...]) -> Groups:
     outputs = _last_layers(model, inputs)
     groups = find_transformer_groups(model, inputs, outputs) or _channel_groups(model, inputs, outputs)
     found, refused = find_recurrent_groups(model, inputs)
-    return Groups((*groups.found, *found), {**groups.refused, **refused})
+    return _without_computed(model, Groups((*groups.found, *found), {**groups.refused, **refused}))
+
+
+def _without_computed(model: nn.Module, groups: Groups) -> Groups:
+    """Only groups whose layers have parameters of their own."""
+    layers = dict(model.named_modules())
+    computed = {name: part for name, layer in layers.items() if (part := computed_parameter(layer)) is not None}
+    found = tuple(one for one in groups.found if not any(member.layer in computed for member in one.members))
+    whys = {name: computed_reason(part) for name, part in computed.items()}
+    rest = {one.name: "a layer that goes with it computes its weight" for one in groups.found if one not in found}
+    return Groups(found, {**groups.refused, **rest, **whys})
 
 
 def _channel_groups(model: nn.Module, inputs: tuple[Any, ...], outputs: set[str]) -> Groups:

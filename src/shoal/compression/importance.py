@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -18,6 +19,8 @@ from shoal.errors import ShoalError
 from shoal.lanes.reduction_tree import Node, TreeSum, partial_nodes
 from shoal.spec.compression.steps import CutStep, Kept, format_indices
 
+ROUNDING = 1e-9
+"""A share such as 1 - 0.9 may be smaller than it should be."""
 LaneBatches = Iterable[Sequence[Any]]
 """For each step, the batch of each lane; None for a lane without samples."""
 LossOf = Callable[[Any], Tensor]
@@ -123,7 +126,7 @@ def cut_least(groups: Sequence[Group], scores: Scores, *, remove: float) -> CutS
     """Remove this share of the channels of every group, those with the smallest scores; of equals, the later ones."""
     kept = []
     for group, score in zip(groups, scores, strict=True):
-        count = max(group.channels - int(group.channels * remove), 1)
+        count = max(group.channels - math.floor(group.channels * remove + ROUNDING), 1)
         order = sorted(range(group.channels), key=lambda c: (-float(score[c]), c))
         kept.append(sorted(order[:count]))
     return cut_channels(groups, kept)

@@ -19,7 +19,7 @@ from shoal.compression.bounds import (
     RISING_FUNCTIONS,
     RISING_METHODS,
 )
-from shoal.compression.shape import BATCH_NORMS, CONVOLUTIONS
+from shoal.compression.shape import BATCH_NORMS, CONVOLUTIONS, computed_parameter
 from shoal.errors import error
 
 RESHAPING_FUNCTIONS = (torch.flatten, torch.reshape)
@@ -35,15 +35,18 @@ class Reader:
 
 
 def layers_of(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, str, Any]]:
-    """Dense layers and plain convolutions that the model calls exactly once and that share no parameter."""
+    """Dense layers and plain convolutions that the model calls exactly once, and whose parameters nothing else reads or
+    computes."""
     calls = Counter(str(n.target) for n in graph.graph.nodes if n.op == "call_module")
     owners = Counter(id(p) for m in graph.modules() for p in m.parameters(recurse=False))
+    read = {str(n.target).rpartition(".")[0] for n in graph.graph.nodes if n.op == "get_attr"}
     for node in graph.graph.nodes:
         if node.op != "call_module" or calls[str(node.target)] != 1:
             continue
         layer = graph.get_submodule(str(node.target))
         plain = isinstance(layer, nn.Linear) or (isinstance(layer, CONVOLUTIONS) and layer.groups == 1)
-        if plain and all(owners[id(p)] == 1 for p in layer.parameters()):
+        alone = str(node.target) not in read and all(owners[id(p)] == 1 for p in layer.parameters())
+        if plain and alone and computed_parameter(layer) is None:
             yield node, str(node.target), layer
 
 
@@ -56,7 +59,8 @@ def batch_norms_after(graph: fx.GraphModule) -> list[tuple[str, str]]:
         if len(following) != 1 or following[0].op != "call_module" or calls[str(following[0].target)] != 1:
             continue
         norm = graph.get_submodule(str(following[0].target))
-        if isinstance(norm, BATCH_NORMS) and norm.running_var is not None and norm.num_features == len(layer.weight):
+        fits = isinstance(norm, BATCH_NORMS) and norm.running_var is not None and computed_parameter(norm) is None
+        if fits and norm.num_features == len(layer.weight):
             found.append((name, str(following[0].target)))
     return found
 

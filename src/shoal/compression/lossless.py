@@ -12,17 +12,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
 
 from shoal.compression.bounds import Bounds, propagate, trace
 from shoal.compression.layer_graph import Reader, batch_norms_after, columns_per_channel, layers_of, readers_of
-from shoal.compression.shape import CONVOLUTIONS
-from shoal.errors import ShoalError, error
+from shoal.compression.shape import CONVOLUTIONS, computed_parameter, computed_reason
+from shoal.errors import ShoalError, describe_exception, error
 from shoal.spec.compression.steps import CutStep, FoldStep, Kept, format_indices
 
 
-def fold_step(model: nn.Module) -> FoldStep | None:
-    """The batch norms that can be folded; None if there are none."""
-    pairs = batch_norms_after(trace(model.eval()))
+@torch.no_grad()
+def fold_step(model: nn.Module, inputs: tuple[Any, ...]) -> FoldStep | None:
+    """The batch norms that can be folded; None if there are none. A norm acts on the second dimension of what the layer
+    before it gives for these inputs: for a dense layer on sequences that is not the one of its outputs."""
+    graph = trace(model.eval())
+    pairs = batch_norms_after(graph)
+    if not pairs:
+        return None
+    try:
+        ShapeProp(graph).propagate(*inputs)
+    except Exception as failure:
+        what = describe_exception(failure)
+        raise error("SH662", f"its shapes cannot be found: {what}", where=type(model).__name__) from failure
+    fits = {name for node, name, layer in layers_of(graph) if len(node.meta["tensor_meta"].shape) == layer.weight.dim()}
+    pairs = [pair for pair in pairs if pair[0] in fits]
     return FoldStep(pairs=pairs) if pairs else None
 
 
@@ -60,28 +73,36 @@ def cut_from_samples(model: nn.Module, batches: Iterable[Tensor]) -> FoundCut:
     with torch.no_grad():
         for batch in batches:
             observed.run(batch)
-    return _cut(graph, observed.found, {})
+    kept = {name: bounds for name, bounds in observed.found.items() if name not in observed.changing}
+    return _cut(graph, kept, dict.fromkeys(observed.changing, "its shape changes with the number of samples"))
 
 
 class _Observer(fx.Interpreter):
-    """Runs the graph on batches and keeps the smallest and largest value of every element."""
+    """Runs the graph on batches and keeps the smallest and largest value of every element. `changing`: values whose
+    shape is another one in another batch."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         self.found: dict[str, Bounds] = {}
+        self.changing: set[str] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if isinstance(value, Tensor) and value.dim() > 1 and value.is_floating_point():
             low, high = value.amin(0, keepdim=True).double(), value.amax(0, keepdim=True).double()
-            if (old := self.found.get(n.name)) is not None:
-                low, high = torch.minimum(low, old.low), torch.maximum(high, old.high)
-            self.found[n.name] = Bounds(low, high)
+            old = self.found.setdefault(n.name, Bounds(low, high))
+            if old.low.shape != low.shape:  # samples are not first
+                self.changing.add(n.name)
+            else:
+                self.found[n.name] = Bounds(torch.minimum(low, old.low), torch.maximum(high, old.high))
         return value
 
 
 def _cut(graph: fx.GraphModule, found: Mapping[str, Bounds], refused: dict[str, str]) -> FoundCut:
     removals = []
+    for name, layer in graph.named_modules():
+        if (part := computed_parameter(layer)) is not None:
+            refused[name] = computed_reason(part)
     for node, name, layer in layers_of(graph):
         try:
             removal = _removal(graph, node, name, layer, found)

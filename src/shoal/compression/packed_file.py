@@ -34,7 +34,15 @@ MAX_VALUES = 1 << 34
 _FILTERS = [
     {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 22, "lc": 0, "lp": 0, "pb": 0}
 ]
-_TYPES = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int64, "uint8": torch.uint8}
+_TYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+HALF_CLOSE = 2.0**-10
+"""Floats are stored with 16 bits if none of them changes by more than this share of the largest."""
 
 
 class PackedTensor(Spec):
@@ -44,8 +52,8 @@ class PackedTensor(Spec):
 
     name: str
     shape: list[NonNegativeInt]
-    dtype: Literal["float32", "int64", "uint8"]
-    stored: Literal["float32", "float16", "int64", "uint8"]
+    dtype: Literal["float32", "int64", "uint8", "bool"]
+    stored: Literal["float32", "float16", "int64", "uint8", "bool"]
     values: Annotated[int, Field(ge=0, le=256)] = 0
     coded: NonNegativeInt = 0
     bits: Annotated[int, Field(ge=0, le=8)] = 0
@@ -69,15 +77,35 @@ class PackedHeader(Spec):
     stream: NonNegativeInt
 
 
-def write_packed(target: Path, state: Mapping[str, Tensor], *, bits: int, rounded: Collection[str] = ()) -> None:
-    """Weights with two or more dimensions share 2 ** bits values; other floats are stored with 16 bits. The weights in
-    `rounded` are multiples of a scale per output instead.
+def check_packable(state: Mapping[str, Tensor]) -> None:
+    """SH662 if a tensor has a type that the file cannot hold."""
+    for name, tensor in sorted(state.items()):
+        dtype = _dtype_of(tensor)
+        if dtype not in ("float32", "int64", "uint8", "bool"):
+            raise error("SH662", f"'{name}' is {dtype}, which a packed file cannot hold", where="pack")
+
+
+def _dtype_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def write_packed(
+    target: Path,
+    state: Mapping[str, Tensor],
+    *,
+    bits: int,
+    rounded: Collection[str] = (),
+    exact: Collection[str] = (),
+) -> None:
+    """Weights with two or more dimensions share 2 ** bits values; other floats are stored with 16 bits if that is close
+    to them. The weights in `rounded` are multiples of a scale per output instead; what is in `exact` stays as it is.
 
     SH662 if a tensor has a type that the file cannot hold.
     """
+    check_packable(state)
     rows, parts, streams = [], [], []
     for name, tensor in sorted(state.items()):
-        pack = _encode_rounded if name in rounded else _encode
+        pack = _encode_exactly if name in exact else _encode_rounded if name in rounded else _encode
         row, content, coded = pack(name, tensor.detach().cpu(), bits)
         rows.append(row)
         parts.append(content)
@@ -96,20 +124,27 @@ def _compressed(content: bytes) -> bytes:
 
 def _encode(name: str, tensor: Tensor, bits: int) -> tuple[PackedTensor, bytes, bytes]:
     """The tensor's entry, what it has in the LZMA stream, and its range-coded codes."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in ("float32", "int64", "uint8"):
-        raise error("SH662", f"'{name}' is {dtype}, which a packed file cannot hold", where="pack")
-    fields: dict[str, Any] = {"name": name, "shape": list(tensor.shape), "dtype": dtype}
-    if dtype == "float32" and tensor.dim() > 1 and tensor.numel() > 2**bits:
+    floats = tensor.dtype == torch.float32 and bool(tensor.isfinite().all())
+    if floats and tensor.dim() > 1 and tensor.numel() > 2**bits:
+        fields: dict[str, Any] = {"name": name, "shape": list(tensor.shape), "dtype": "float32"}
         codes, values = share_weight(tensor, bits)
         listed, matrix = values.numpy().astype("<f4").tobytes(), codes.flatten(1).numpy()
         coded = encode_codes(matrix, _width(len(values))) if matrix.size <= MAX_CODES else b""
         row = PackedTensor(**fields, stored="float32", values=len(values), coded=len(coded))
         return row, listed + (b"" if coded else matrix.tobytes()), coded
-    small = dtype == "float32" and bool((tensor.abs() < 60_000).all())
-    stored = "float16" if small else dtype
-    row = PackedTensor.model_validate({**fields, "stored": stored})
-    return row, tensor.to(_TYPES[stored]).numpy().tobytes(), b""
+    return _encode_exactly(name, tensor.half() if floats and _is_half_close(tensor) else tensor, bits)
+
+
+def _is_half_close(tensor: Tensor) -> bool:
+    return not tensor.numel() or bool((tensor.half().float() - tensor).abs().max() <= HALF_CLOSE * tensor.abs().max())
+
+
+def _encode_exactly(name: str, tensor: Tensor, bits: int) -> tuple[PackedTensor, bytes, bytes]:
+    """16 bits are read back as 32."""
+    stored = _dtype_of(tensor)
+    dtype = "float32" if stored == "float16" else stored
+    row = PackedTensor.model_validate({"name": name, "shape": list(tensor.shape), "dtype": dtype, "stored": stored})
+    return row, tensor.contiguous().numpy().tobytes(), b""
 
 
 def _encode_rounded(name: str, tensor: Tensor, bits: int) -> tuple[PackedTensor, bytes, bytes]:
@@ -200,7 +235,7 @@ def _tensor(one: PackedTensor, content: bytes, coded: bytes) -> Tensor:
             raise ValueError(f"'{one.name}' has a code without a value")
         flat = values[codes]
     else:
-        kinds = {"float32": "<f4", "float16": "<f2", "int64": "<i8", "uint8": "u1"}
+        kinds = {"float32": "<f4", "float16": "<f2", "int64": "<i8", "uint8": "u1", "bool": "?"}
         flat = np.frombuffer(content, dtype=kinds[one.stored])
     return torch.from_numpy(flat.copy()).to(_TYPES[one.dtype]).reshape(one.shape)
 

@@ -37,7 +37,7 @@ def apply_steps(model: nn.Module, steps: Iterable[ShapeStep]) -> nn.Module:
     for step in steps:
         if isinstance(step, DenseStep):
             for name in step.layers:
-                _replace(model, name, _dense(_layer(model, name), name=name))
+                _replace(model, name, _dense(_own_layer(model, name), name=name))
         elif isinstance(step, FoldStep):
             for layer, norm in step.pairs:
                 _fold(model, layer, norm)
@@ -46,13 +46,23 @@ def apply_steps(model: nn.Module, steps: Iterable[ShapeStep]) -> nn.Module:
                 _cut_layer(model, name, kept)
         elif isinstance(step, LowRankStep):
             for name, rank in step.layers.items():
-                _replace(model, name, _factorised(_layer(model, name), rank, name=name))
+                _replace(model, name, _factorised(_own_layer(model, name), rank, name=name))
         elif isinstance(step, MaskStep):
             for name in step.layers:
                 _parametrize(_layer(model, name), Masked(_layer(model, name).weight), name=name)
         else:
             _restrict(model, step)
     return model
+
+
+def computed_parameter(layer: nn.Module) -> str | None:
+    """The parameter that the layer computes from others at every call, as under weight_norm or with rounded weights.
+    None if there is none: only such a layer can be changed."""
+    if parametrize.is_parametrized(layer):
+        return str(next(iter(layer.parametrizations)))  # type: ignore[arg-type]
+    names = {name.removesuffix("_orig").removesuffix("_g") for name in layer._parameters} - layer._parameters.keys()
+    found = (name for name in sorted(names) if isinstance(getattr(layer, name, None), Tensor))
+    return next(found, None)  # torch's older weight_norm, spectral_norm and pruning
 
 
 def find_layer(model: nn.Module, name: str) -> nn.Module | None:
@@ -64,6 +74,18 @@ def _layer(model: nn.Module, name: str) -> Any:
     if found is None:
         raise _misfit(name, "the model has no such layer")
     return found
+
+
+def _own_layer(model: nn.Module, name: str) -> Any:
+    """A layer whose parameters are its own, so that they can be replaced."""
+    layer = _layer(model, name)
+    if (part := computed_parameter(layer)) is not None:
+        raise _misfit(name, computed_reason(part))
+    return layer
+
+
+def computed_reason(parameter: str) -> str:
+    return f"its {parameter} is computed from other parameters"
 
 
 def _misfit(name: str, why: str) -> ShoalError:
@@ -103,7 +125,7 @@ def _dense(layer: Any, *, name: str) -> nn.Linear:
 
 def _fold(model: nn.Module, layer_name: str, norm_name: str) -> None:
     """Fold an evaluating batch norm into the layer before it, computed in float64."""
-    layer, norm = _layer(model, layer_name), _layer(model, norm_name)
+    layer, norm = _own_layer(model, layer_name), _own_layer(model, norm_name)
     fits = isinstance(layer, (nn.Linear, *CONVOLUTIONS)) and isinstance(norm, BATCH_NORMS)
     if not fits or norm.num_features != len(layer.weight) or norm.running_var is None:
         raise _misfit(layer_name, f"'{norm_name}' cannot be folded into it")
@@ -127,7 +149,7 @@ def _like(old: Tensor, values: Tensor) -> nn.Parameter:
 
 
 def _cut_layer(model: nn.Module, name: str, kept: Kept) -> None:
-    layer = _layer(model, name)
+    layer = _own_layer(model, name)
     if kept.heads is not None:
         if not isinstance(layer, nn.MultiheadAttention):
             raise _misfit(name, f"a {type(layer).__name__} has no heads")
@@ -251,7 +273,9 @@ def low_rank_step(model: nn.Module, share: float) -> tuple[LowRankStep | None, d
             continue
         rows, columns = layer.weight.shape
         rank = max(int(min(rows, columns) * share), 1)
-        if type(layer) is not nn.Linear:
+        if (part := computed_parameter(layer)) is not None:
+            refused[name] = computed_reason(part)
+        elif type(layer) is not nn.Linear:
             refused[name] = f"a {type(layer).__name__} is more than a dense layer"
         elif owners[id(layer.weight)] > 1:
             refused[name] = "another layer has the same weight"
@@ -308,7 +332,16 @@ class Masked(nn.Module):
 def _parametrize(layer: Any, parametrization: nn.Module, *, name: str) -> None:
     if isinstance(layer, Product) or not isinstance(getattr(layer, "weight", None), Tensor):
         raise _misfit(name, f"a {type(layer).__name__} has no weight")
+    if (part := computed_parameter(layer)) is not None and not _is_held(layer):
+        raise _misfit(name, computed_reason(part))
     parametrize.register_parametrization(layer, "weight", parametrization, unsafe=True)
+
+
+def _is_held(layer: Any) -> bool:
+    """Whether a step has parametrized the layer, and nothing else has."""
+    return parametrize.is_parametrized(layer) and all(
+        isinstance(one, Masked | Rounded | Shared) for parts in layer.parametrizations.values() for one in parts
+    )
 
 
 def _restrict(model: nn.Module, step: RoundStep | ShareStep) -> None:
@@ -322,12 +355,12 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def plain_state(model: nn.Module) -> Mapping[str, Tensor]:
-    """The state of the model with every parametrized weight under its plain name, at the value that is used."""
+def plain_state(model: nn.Module, held: Iterable[str]) -> Mapping[str, Tensor]:
+    """The state of the model with the weights that were held under their plain names, at the values that are used."""
     state = dict(model.state_dict())
-    for name, module in model.named_modules():
-        if parametrize.is_parametrized(module, "weight"):
-            prefix = f"{name}." if name else ""
-            state = {k: v for k, v in state.items() if not k.startswith(f"{prefix}parametrizations.weight.")}
-            state[f"{prefix}weight"] = module.weight.detach()
+    for name in held:
+        weight: Any = model.get_submodule(name).weight
+        prefix = f"{name}." if name else ""
+        state = {k: v for k, v in state.items() if not k.startswith(f"{prefix}parametrizations.weight.")}
+        state[f"{prefix}weight"] = weight.detach()
     return state

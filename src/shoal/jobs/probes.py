@@ -25,6 +25,14 @@ from shoal.spec.view import Seat
 PROBE_MODULE = "shoal.train.probe_main"
 
 
+class ProbeBugError(RuntimeError):
+    """A bug ended the process. The message is its traceback; `what` is its last line."""
+
+    def __init__(self, traceback: str, what: str) -> None:
+        super().__init__(traceback)
+        self.what = what
+
+
 def run_probe(
     probe: str,
     job: Job,
@@ -77,7 +85,7 @@ def _result(
     answer: Mapping[str, Any] | None, errors: list[dict[str, Any]], log: Path, reason: str
 ) -> Mapping[str, Any]:
     if errors and errors[0]["code"] == "BUG":
-        raise RuntimeError(errors[0]["where"])
+        raise ProbeBugError(str(errors[0]["where"]), str(errors[0]["message"]))
     if errors:
         raise ErrorGroup([error_from_fields(row) for row in errors])
     if answer is None:

@@ -7,7 +7,7 @@ with the very bits that it had: an evaluation is no part of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -66,9 +66,9 @@ def evaluation_weights(
     if not averaged and not has_modes(optimizer):
         yield
         return
-    before = {name: value.detach().clone() for name, value in _tensors(model).items()}
+    before = {name: value.detach().clone() for name, value in tensors_of(model).items()}
     if averaged:
-        _assign(model, averaged)
+        assign(model, averaged)
     else:
         optimizer.eval()  # type: ignore[attr-defined]
     try:
@@ -76,22 +76,22 @@ def evaluation_weights(
     finally:
         if not averaged:
             optimizer.train()  # type: ignore[attr-defined]  # back and forth rounds: the bits come from the copy
-        _assign(model, before)
+        assign(model, before)
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, also those that state_dict() leaves out."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
     """Those that are not frozen."""
-    every = _tensors(model).items()
+    every = tensors_of(model).items()
     return {name: value for name, value in every if value.requires_grad or not isinstance(value, nn.Parameter)}
 
 
 @torch.no_grad()
-def _assign(model: nn.Module, values: dict[str, Tensor]) -> None:
-    own = _tensors(model)
+def assign(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    own = tensors_of(model)
     for name, value in values.items():
         own[name].copy_(value)

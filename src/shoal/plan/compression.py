@@ -76,6 +76,7 @@ def tune_job(
             "export": [],
             "checkpoint": parent.checkpoint.model_copy(update={"path": None}),
             "compress": CompressConfig(),
+            "shrink": None,
         }
     )
 

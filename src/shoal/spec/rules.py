@@ -441,6 +441,7 @@ def _shrink(job: Job) -> list[ShoalError]:
         "data.split": job.fold_count > 1 and "folds",
         "data": not has_validation(job) and "no validation part",
         "checkpoint.path": job.checkpoint.path is not None and "`checkpoint.path`",
+        "checkpoint.frozen": not job.checkpoint.frozen and "`checkpoint.frozen: false`",
     }
     return [error("SH668", f"the job has {what}", where=where) for where, what in obstacles.items() if what]
 

@@ -11,6 +11,7 @@ from shoal.errors import ShoalError, error
 from shoal.jobs.compression.ladder import Ladder
 from shoal.jobs.compression.result import plot_svg
 from shoal.jobs.compression.workshop import Candidate
+from shoal.jobs.probes import _result
 from shoal.plan.compression import RUNTIME, best_rungs
 from shoal.spec.compression.config import CompressConfig
 from shoal.spec.compression.measured import (
@@ -82,7 +83,7 @@ class Scripted:
             Latency(name=n, seconds={1: r.median}, ratios={1: r, 64: r}, eager={1: r, 64: r}) for n, r in made.items()
         ]
 
-    def layers(self, made):
+    def layers(self, made, *, packed):
         return {"0": made.parameters}
 
     def kept_by_layer(self, made, share):
@@ -395,6 +396,19 @@ def test_what_a_model_does_not_allow_is_told_and_what_ends_everything_ends_it(co
     else:
         with pytest.raises(ShoalError, match="no such operator"):
             climb(workshop, steps=["int8", "prune"])
+
+
+def test_a_bug_costs_the_rung_that_it_is_in(tmp_path):
+    workshop, taking = Scripted(), Scripted().take
+    events = [{"code": "BUG", "message": "KeyError: 'weight'", "where": "Traceback ..."}]
+
+    def fail(made, step):
+        return _result(None, events, tmp_path, "exit code 1") if isinstance(step, OnnxStep) else taking(made, step)
+
+    workshop.take = fail
+    _, rows = climb(workshop, steps=["int8", "prune"])
+    assert rows["int8"].why == "a bug: KeyError: 'weight'"
+    assert any(name.startswith("prune 25%") for name in rows)
 
 
 def rung(name, size, drop, latency=None):

@@ -9,6 +9,7 @@ from sklearn.datasets import load_digits
 from shoal import api
 from shoal.compression.onnx_files import OnnxModel
 from shoal.jobs.compression.compress import CompressRequest, replay
+from shoal.jobs.compression.workshop import Workshop
 from shoal.jobs.probes import run_probe
 from shoal.spec.compression.measured import read_recipe
 from shoal.spec.compression.steps import parse_indices
@@ -270,3 +271,53 @@ def test_every_rung_of_a_recurrent_network(run, compressed, replayed):
     assert half.steps[0].layers["recurrent"].out
     assert any(name.endswith("packed") for name in rows)
     replayed(parent, made)
+
+
+@pytest.mark.long
+def test_a_bug_in_one_rung_costs_that_rung(run, compressed, monkeypatch):
+    """The process that has it is a real one; the rungs after it are tried."""
+    parent = run(PARENT)
+    answering = Workshop._ask
+
+    def ask(workshop, kind, action, *rest, **arguments):
+        if action == "lossless":
+            arguments["box"] = 3, arguments.pop("claim")  # the action does not know such arguments
+        return answering(workshop, kind, action, *rest, **arguments)
+
+    monkeypatch.setattr(Workshop, "_ask", ask)
+    made = compressed(parent, steps=["lossless", "unused"], max_drop="90%")
+    rows = {row.name: row for row in made.report.rungs}
+    assert "a bug: TypeError: lossless() missing" in rows["lossless"].why
+    assert "a bug: TypeError" in rows["unused"].why
+    assert made.report.chosen == "parent"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rung", ["lossless", "unused"])
+def test_layers_side_by_side_are_told_and_the_layer_after_them_is_cut(run, compressed, rung):
+    made = compressed(run(parent_of("joined")), steps=[rung], max_drop="90%")
+    assert made.report.chosen == made.report.rungs[-1].name
+    assert made.report.rungs[-1].refused["first"] == "cat combines it with another value"
+    assert api.load(made.paths.root).hidden.out_features == 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "job",
+    [parent_of("computed"), PARENT | {"shape": {"steps": [{"kind": "round", "layers": {"0": 4}}]}}],
+    ids=["weight_norm", "rounded"],
+)
+def test_layers_whose_weights_are_computed_are_named(run, compressed, job):
+    """Every rung says so, or leaves them out; what it makes of the others can be loaded."""
+    steps = ["lossless", "unused", "int8", "prune", "low_bits", "pack", "low_rank"]
+    made = compressed(run(job), steps=steps, **QUICK)
+    rows = {row.name: row for row in made.report.rungs}
+    why = "its weight is computed from other parameters"
+    assert rows["lossless"].refused["0"] == rows[UNUSED].refused["0"] == why
+    assert f"0: {why}" in rows["prune"].why
+    bugs = [row.why for row in rows.values() if row.why.startswith("a bug")]
+    assert not bugs
+    assert any(name.endswith("4 bits") and row.steps for name, row in rows.items())
+    assert any(name.endswith("4 bits, packed") and row.steps for name, row in rows.items())
+    x = torch.rand(5, 64)
+    assert api.load(made.paths.root)(x).shape == (5, 10)

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.errors import ErrorGroup, ShoalError
+from shoal.errors import ShoalError, single_errors
 from shoal.jobs.compression.workshop import Candidate, Show, Workshop
+from shoal.jobs.probes import ProbeBugError
 from shoal.plan.compression import RUNTIME, judge_rung, kept_shares, meets_targets, packed_share, undecidable
 from shoal.spec.compression.config import CompressConfig
 from shoal.spec.compression.measured import Certificate, Quality, RungReport
@@ -102,7 +103,7 @@ class Ladder:
         quality = self.rungs[-1].quality
         if quality is None or quality.drop_bound <= self.config.max_drop or undecidable(quality, self.config.max_drop):
             return False
-        hold = RoundStep(layers=dict.fromkeys(self.workshop.layers(start), 8))
+        hold = RoundStep(layers=dict.fromkeys(self.workshop.layers(start, packed=False), 8))
         tuned = self.workshop.tune(start, self._tuning(hold=hold))
         made = replace(self.workshop.take(tuned, OnnxStep(bits=8)), name=_joined(start, "int8 with training"))
         return self._consider(made)
@@ -174,7 +175,7 @@ class Ladder:
         """Weights of 4, 3 and 2 bits, each trained through the rounding from the one before it."""
         if self._only_smaller("low_bits"):
             return
-        layers, current = list(self.workshop.layers(self.base)), self.base
+        layers, current = list(self.workshop.layers(self.base, packed=True)), self.base
         for bits in (4, 3, 2):
             hold = RoundStep(layers=dict.fromkeys(layers, bits))
             current = self.workshop.tune(current, self._tuning(hold=hold, teacher=self._may_teach))
@@ -193,8 +194,8 @@ class Ladder:
         """Fewer and fewer weights, then shared values. Only size counts here: the file runs as before."""
         if self._only_smaller("pack"):
             return
+        sizes = self.workshop.layers(self.base, packed=True)
         good = self._sparse()
-        sizes = self.workshop.layers(good)
         for bits in (4, 3):
             hold = ShareStep(layers=dict.fromkeys(sizes, bits))
             tuned = self.workshop.tune(good, self._tuning(hold=hold, teacher=self._may_teach))
@@ -322,11 +323,14 @@ class Ladder:
         return row
 
     def _attempt(self, name: str, act: Callable[[], object]) -> None:
-        """A rung that the model or its libraries do not allow is reported; the ladder goes on."""
+        """A rung that the model or its libraries do not allow, or that ends in a bug, is reported; the ladder goes
+        on."""
         try:
             act()
-        except (ShoalError, ErrorGroup) as failure:
-            errors = failure.errors if isinstance(failure, ErrorGroup) else [failure]
+        except ProbeBugError as failure:
+            self._add(RungReport(name=name, why=f"a bug: {failure.what}"))
+        except ShoalError as failure:
+            errors = single_errors(failure)
             if any(one.code in CANNOT_CONTINUE for one in errors):
                 raise
             self._add(RungReport(name=name, why="; ".join(f"{one.code}: {one.message}" for one in errors)))

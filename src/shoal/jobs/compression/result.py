@@ -74,7 +74,8 @@ def _without_path(rung: RungReport) -> RungReport:
 def _result_job(paths: RunPaths, parent: Job, chosen: Candidate) -> Job:
     shape = ModelShape(steps=list(chosen.shape)) if chosen.shape else None
     name = paths.name.rpartition("-")[0]
-    return parent.model_copy(update={"name": name, "shape": shape, "init_from": None, "compress": CompressConfig()})
+    done = {"init_from": None, "shrink": None, "compress": CompressConfig()}
+    return parent.model_copy(update={"name": name, "shape": shape, **done})
 
 
 def _place_artefact(paths: RunPaths, chosen: Candidate) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -58,9 +59,14 @@ def _second_leg(paths: RunPaths) -> RunPaths | None:
 
 
 def _make_second(job: Job, paths: RunPaths, fork_server: ForkServer) -> Steps[RunPaths]:
-    """The directory of the second leg with its first checkpoint. It becomes a run when its job is written."""
+    """The directory of the second leg with its first checkpoint. It becomes a run when its job is written; nothing
+    stays of one that cannot be made."""
     second = run_dir.reserve(f"{job.name[:57]}-shrunk", paths.root.parent)
-    answer = yield from probe_steps("shrink", job, fork_server, first=str(paths.root), second=str(second.root))
+    try:
+        answer = yield from probe_steps("shrink", job, fork_server, first=str(paths.root), second=str(second.root))
+    except BaseException:
+        shutil.rmtree(second.root, ignore_errors=True)
+        raise
     shape = ModelShape.model_validate({"steps": answer["shape"]})
     update = {"name": second.name.rpartition("-")[0], "shape": shape, "shrink": None}
     run_dir.create(job.model_copy(update=update), paths.root.parent, reserved=second)

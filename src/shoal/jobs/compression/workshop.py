@@ -193,7 +193,8 @@ class Workshop:
             raise StoppedError(result.status)
         shape = [*candidate.shape, *([step.hold] if step.hold else [])]
         trained = ModelFile(path=str(result.paths.model / "model.safetensors"), shape=list(shape))
-        made = self._shaped("plain", file=trained, out=self.new_path("safetensors"))
+        held = list(step.hold.layers) if step.hold else []
+        made = self._shaped("plain", file=trained, held=held, out=self.new_path("safetensors"))
         return self._weighted(candidate, made, step)
 
     def _held(self, candidate: Candidate, step: TuneStep) -> Artefact:
@@ -231,8 +232,9 @@ class Workshop:
 
         return self._ask(TimedModels, "latency", is_sound, models=files, sizes=list(sizes)).found
 
-    def layers(self, candidate: Candidate) -> dict[str, int]:
-        return self._ask(LayerSizes, "layers", file=candidate.source).weights
+    def layers(self, candidate: Candidate, *, packed: bool) -> dict[str, int]:
+        """With their numbers of weights, for a packed file or not."""
+        return self._ask(LayerSizes, "layers", file=candidate.source, packed=packed).weights
 
     def kept_by_layer(self, candidate: Candidate, share: float) -> dict[str, float]:
         """The share of the weights that each layer keeps, if the model keeps this share of them."""

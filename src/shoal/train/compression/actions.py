@@ -31,10 +31,12 @@ from shoal.compression.importance import (
 from shoal.compression.lossless import FoundCut, cut_from_box, cut_from_samples, fold_step
 from shoal.compression.measure import measure_in_turns
 from shoal.compression.onnx_files import Ranges, export_onnx, observe_ranges, quantise_onnx
-from shoal.compression.packed_file import write_packed
+from shoal.compression.packed_file import check_packable, write_packed
 from shoal.compression.shape import (
     CONVOLUTIONS,
     apply_steps,
+    computed_parameter,
+    computed_reason,
     count_parameters,
     dense_steps,
     low_rank_step,
@@ -94,7 +96,7 @@ def apply(subject: Subject, *, file: Any, steps: Any, out: str) -> dict[str, Any
 def fold(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
     """Batch norms as part of the layers before them."""
     model_file = _file(file)
-    step = fold_step(subject.model(model_file))
+    step = fold_step(subject.model(model_file), tuple(next(subject.train_batches(2)).inputs))
     return _shaped(subject, model_file, [step], out) if step else ShapedModel().model_dump(mode="json")
 
 
@@ -102,8 +104,9 @@ def lossless(subject: Subject, *, file: Any, out: str, claim: str, box: str) -> 
     """Everything that can go without an error: with a proof for a box of inputs, or on the training samples."""
     model_file = _file(file)
     model = subject.model(model_file)
-    check_own_inputs(subject.task(model_file.shape), model, next(subject.train_batches(64)))
-    steps: list[Any] = [step for step in [fold_step(model)] if step]
+    batch = next(subject.train_batches(64))
+    check_own_inputs(subject.task(model_file.shape), model, batch)
+    steps: list[Any] = [step for step in [fold_step(model, (single_input(batch),))] if step]
     folded = apply_steps(copy.deepcopy(model), steps)
     bounds = input_box(subject, per_feature=box == "features")
     if claim == "proven":
@@ -282,9 +285,13 @@ def zero(subject: Subject, *, file: Any, out: str, keep: dict[str, float]) -> di
     return ShapedModel(weights=weights, parameters=count_parameters(model)).model_dump(mode="json")
 
 
-def layers(subject: Subject, *, file: Any) -> dict[str, Any]:
-    """Dense layers and convolutions, with their numbers of weights."""
-    return {"weights": {name: weight.numel() for name, weight in _layer_weights(subject.model(_file(file))).items()}}
+def layers(subject: Subject, *, file: Any, packed: bool) -> dict[str, Any]:
+    """Dense layers and convolutions, with their numbers of weights. SH662 if a packed file is to be made of the model,
+    and could not hold it: nothing is trained in vain."""
+    model = subject.model(_file(file))
+    if packed:
+        check_packable(model.state_dict())
+    return {"weights": {name: weight.numel() for name, weight in _layer_weights(model).items()}}
 
 
 def kept_by_layer(subject: Subject, *, file: Any, share: float) -> dict[str, Any]:
@@ -293,17 +300,23 @@ def kept_by_layer(subject: Subject, *, file: Any, share: float) -> dict[str, Any
 
 
 def _layer_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A weight that two layers share is left as it is: one of them would not see what the other one's became."""
+    """A weight that two layers share is left as it is: one of them would not see what the other one's became. So is one
+    that is computed from others. SH662 if no layer is left."""
     kinds = (nn.Linear, *CONVOLUTIONS)
     owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
-    found = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, kinds)}
-    return {name: weight.detach() for name, weight in found.items() if owners[id(weight)] == 1}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
+    own = {name: layer.weight for name, layer in layers.items() if computed_parameter(layer) is None}
+    found = {name: weight.detach() for name, weight in own.items() if owners[id(weight)] == 1}
+    if not found:
+        why = "; ".join(f"'{name}': {computed_reason('weight')}" for name in layers if name not in own)
+        raise error("SH662", f"no layer has a weight of its own{f' ({why})' if why else ''}", where="shape")
+    return found
 
 
-def plain(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
-    """The weights at the values that are used, without masks, codes and rounding."""
+def plain(subject: Subject, *, file: Any, out: str, held: list[str]) -> dict[str, Any]:
+    """The weights at the values that are used, without the masks, codes and rounding that held these layers."""
     model = subject.model(_file(file))
-    weights = save_weights(plain_state(model), Path(out))
+    weights = save_weights(plain_state(model, held), Path(out))
     return ShapedModel(weights=weights, parameters=count_parameters(model)).model_dump(mode="json")
 
 
@@ -344,7 +357,8 @@ def _compared(subject: Subject, model: nn.Module, target: Path, file: Any) -> di
 def pack(subject: Subject, *, file: Any, out: str, bits: int, rounded: list[str]) -> dict[str, Any]:
     """Write the weights with few bits, entropy coded."""
     model = subject.model(_file(file))
-    write_packed(Path(out), plain_state(model), bits=bits, rounded={f"{name}.weight" for name in rounded})
+    buffers, of_rounded = dict(model.named_buffers()), {f"{name}.weight" for name in rounded}
+    write_packed(Path(out), model.state_dict(), bits=bits, rounded=of_rounded, exact=buffers)
     return _compared(subject, model, Path(out), file)
 
 

@@ -15,6 +15,7 @@ from shoal.compression.shape import apply_steps, count_parameters, dense_steps
 from shoal.errors import error
 from shoal.events import EventWriter
 from shoal.lanes.replica import Replica
+from shoal.lanes.weight_average import assign, tensors_of
 from shoal.spec.compression.steps import ModelShape, ShapeStep
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths, cache_directory
@@ -90,7 +91,8 @@ def _choose(
 
 def cut_state(replica: Replica, state: Mapping[str, Any], steps: Sequence[ShapeStep]) -> dict[str, Any]:
     """The state of a replica whose model was cut by these steps: what the optimizer keeps about a weight is cut like
-    the weight. SH669 if it keeps something whose parts do not belong to single weights."""
+    the weight, and so is the average of the weights. SH669 if the optimizer keeps something whose parts do not belong
+    to single weights."""
     cut = _Cutter(replica.model, steps)
     names = {id(p): name for name, p in replica.model.named_parameters()}
     order = [names[id(p)] for group in replica.optimizer.param_groups for p in group["params"]]
@@ -101,11 +103,15 @@ def cut_state(replica: Replica, state: Mapping[str, Any], steps: Sequence[ShapeS
         for name, value in cut(values).items():
             parts[order.index(name)][key] = value
     small = cut.model(dict(state["model"]))
+    beside: dict[str, Any] = {name: state[name] for name in ("loss_scale",) if name in state}
+    if "average" in state:
+        beside["average"] = {**state["average"], "values": cut.average(state["average"]["values"])}
     return {
         "model": dict(small.state_dict()),
         "optimizer": {**kept, "state": parts},
         "schedule": state["schedule"],
         "moving": {name: small.get_buffer(name) for name in state["moving"]},
+        **beside,
     }
 
 
@@ -135,6 +141,14 @@ class _Cutter:
                     parameter.copy_(values[name])
         small = dict(apply_steps(made, self._steps).named_parameters())
         return {name: small[name].detach().clone() for name in values}
+
+    def average(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The average of parameters and buffers by name, cut like them; empty if it has not begun."""
+        if not values:
+            return {}
+        made = copy.deepcopy(self._model)
+        assign(made, values)
+        return {name: value.detach().clone() for name, value in tensors_of(apply_steps(made, self._steps)).items()}
 
     def model(self, weights: Mapping[str, Tensor]) -> nn.Module:
         made = copy.deepcopy(self._model)
