@@ -54,6 +54,7 @@ def make_search(
         suggestions=[space.suggest(values) for values in first],
         repeat=search.repeat,
         clock_order=search.order == "clock",
+        ties_first=search.policy.kind == "population",  # members that train side by side are compared with each other
     )
 
 
