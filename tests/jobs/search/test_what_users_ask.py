@@ -107,13 +107,14 @@ def test_all_workers_of_a_trial_stop_at_the_same_step(search):
 
 @pytest.mark.long
 def test_a_helper_stops_early_at_the_same_step_as_the_worker_that_it_helps(search):
-    """A slow trial with two lanes: the idle worker takes one over. Both leave at its first rung."""
-    slow = {"faults": {"pause_probability": 1.0, "pause_s": 0.1}, "steps": 100, "evaluate": {"every_steps": 50}}
+    """The idle worker takes over a lane, and both leave at the first rung. Helpers go when less than two seconds are
+    left; here each step takes three."""
+    slow = {"faults": {"pause_probability": 1.0, "pause_s": 3.0}, "steps": 10, "evaluate": {"every_steps": 5}}
     asked = {"policy": {"kind": "promote", "sampler": "random", "first": 1}, "budget": "1 trial", "slots": 1}
     alone, helped = (search(workers, search=asked, **slow) for workers in (1, 2))
     events = list(read_events(helped.paths.trial(0).events))
     paused = [(event.who, event.step) for event in events if event.kind == "left" and event["why"] == "paused"]
-    assert sorted(paused) == [("worker-0", 50), ("worker-1", 50)]
+    assert sorted(paused) == [("worker-0", 5), ("worker-1", 5)]
     assert helped.receipt.search_sha256 == alone.receipt.search_sha256
 
 
