@@ -2,12 +2,14 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from benchmarks.search import __main__ as searching
 from benchmarks.search.disk import disk
 from benchmarks.search.price import price
+from benchmarks.search.rivals import RayAsha
 from benchmarks.search.simulate import Conditions, default_search, earlier_values, simulate
 from benchmarks.search.tables import load_table, load_tables
 
@@ -64,6 +66,32 @@ def test_optuna_is_run_on_the_same_tables(policy, tmp_path, monkeypatch, capsys)
     (row,) = run(monkeypatch, capsys, tmp_path, "--policy", policy, "--seeds", "1", "--time", "2.5")
     assert (row["policy"], row["order"]) == (policy, "clock")
     assert 0 <= row["regret at 2.5"] <= row["regret at 1"]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("epochs", [9, 16, 51])
+def test_the_port_of_rays_asha_decides_as_ray_does(epochs):
+    """Two hundred trials, up to six at once, whose errors are often equal."""
+    schedulers = pytest.importorskip("ray.tune.schedulers")
+    ray = schedulers.AsyncHyperBandScheduler(metric="error", mode="min", max_t=epochs)
+    port, generator = RayAsha(3, 0, epochs=epochs), np.random.default_rng(epochs)
+    waiting = [SimpleNamespace(trial_id=str(n), epoch=0) for n in range(200)]
+    running, stops, ends = [], 0, 0
+    while waiting or running:
+        while waiting and len(running) < 6:
+            running.append(waiting.pop())
+            ray.on_trial_add(None, running[-1])
+        trial = running[generator.integers(len(running))]
+        trial.epoch += 1
+        error = round(float(generator.random()) / trial.epoch, 2)
+        result = {"training_iteration": trial.epoch, "error": error}
+        goes_on = port.report(trial, trial.epoch, error) and trial.epoch < epochs
+        assert (ray.on_trial_result(None, trial, result) == schedulers.TrialScheduler.CONTINUE) == goes_on
+        if not goes_on:
+            ray.on_trial_complete(None, trial, result)
+            running.remove(trial)
+            stops, ends = stops + (trial.epoch < epochs), ends + (trial.epoch == epochs)
+    assert stops > ends > 0
 
 
 def test_the_first_point_is_left_out_and_regret_is_scaled(tmp_path):

@@ -7,6 +7,7 @@ from shoal.spec.search import BudgetConfig, SearchConfig
 from tests.plan.search.simulated_search import job_of
 
 LR = "optimizer.args.lr"
+GRID = {"kind": "full", "sampler": "grid"}
 BAD_SPACES = {
     "no low": ({LR: {"high": 1}}, "SH104", LR),
     "empty range": ({LR: {"low": 2, "high": 1}}, "SH106", f"{LR}.high"),
@@ -29,8 +30,55 @@ BAD_SPACES = {
     "set twice": ({"optimizer": [{"name": "SGD", "args": {"lr": 1}}], LR: [1, 2]}, "SH107", LR),
     "bad range inside": ({"optimizer": [{"name": "SGD", "args": {"lr": {"low": 1}}}]}, "SH104", "optimizer.0.args.lr"),
     "length of training": ({"epochs": [1, 2]}, "SH110", "epochs"),
+    "length of training in steps": ({"steps": {"low": 10, "high": 20}}, "SH110", "steps"),
+    "no high": ({LR: {"low": 1}}, "SH104", LR),
+    "both ends alike": ({LR: {"low": 1, "high": 1}}, "SH106", f"{LR}.high"),
+    "no number": ({LR: {"low": float("nan"), "high": 1}}, "SH105", f"{LR}.low"),
+    "larger than any float": ({LR: {"low": 1, "high": 10**400}}, "SH105", f"{LR}.high"),
+    "a step of nothing": ({LR: {"low": 1, "high": 9, "step": 0}}, "SH106", f"{LR}.step"),
+    "a step that is text": ({LR: {"low": 1, "high": 9, "step": "a"}}, "SH105", f"{LR}.step"),
+    "number of seeds": ({"seeds": [1, 3]}, "SH110", "seeds"),
+    "a field of the search": ({"search.slots": [1, 2]}, "SH106", "search.slots"),
+    "tied values that are no list": ({"loss, clip.norm": {"low": 1, "high": 2}}, "SH105", "loss, clip.norm"),
+    "no choices inside": ({"model": [{"name": "Net", "args": {"a": {"choose": []}}}]}, "SH106", "model.0.args.a"),
+    "set twice by a tied key": ({f"{LR}, batch_size": [[0.1, 8]], LR: [1, 2]}, "SH107", LR),
 }
+POPULATION = {"space": {LR: {"low": 1e-4, "high": 0.1}}}
 BAD_SEARCHES = {
+    "cmaes of several metrics": (
+        {"space": POPULATION["space"], "policy": {"sampler": "cmaes"}, "metric": ["accuracy", "loss"]},
+        "SH110",
+        "policy.sampler",
+    ),
+    "a grid that is too large": (
+        {"space": {"batch_size": {"low": 1, "high": 400}, "lanes": {"low": 1, "high": 400}}, "policy": GRID},
+        "SH106",
+        "space",
+    ),
+    "population by the model": (
+        POPULATION | {"policy": {"kind": "population", "sampler": "gp"}},
+        "SH110",
+        "policy.sampler",
+    ),
+    "population repeated": (POPULATION | {"policy": "population", "repeat": 3}, "SH110", "repeat"),
+    "population of several metrics": (
+        POPULATION | {"policy": "population", "metric": ["accuracy", "loss"]},
+        "SH110",
+        "metric",
+    ),
+    "population of conditions": (
+        {"space": {"model.args": [{"a": {"low": 1, "high": 2}}, {"a": 3}]}, "policy": "population"},
+        "SH110",
+        "space.model.args",
+    ),
+    "population of seeds": (POPULATION | {"policy": "population", "seeds": 2}, "SH110", "policy.kind"),
+    "repeat and seeds": ({"repeat": 2, "seeds": 2}, "SH107", "repeat"),
+    "repeat of a searched seed": ({"space": {"seed": [1, 2]}, "repeat": 2}, "SH107", "space.seed"),
+    "no sampler of Optuna": ({"policy": {"sampler": "optuna:"}}, "SH106", "policy.sampler"),
+    "slots": ({"slots": 0}, "SH106", "slots"),
+    "factor": ({"policy": {"factor": 1}}, "SH106", "policy.factor"),
+    "size of a population": (POPULATION | {"policy": {"kind": "population", "size": 1}}, "SH106", "policy.size"),
+    "start between choices": ({"start": [{LR: 5.0}]}, "SH106", f"start.0.{LR}"),
     "sampler": ({"policy": {"sampler": "gpp"}}, "SH106", "policy.sampler"),
     "arguments": ({"policy": {"sampler": {"name": "gp", "args": {"a": 1}}}}, "SH107", "policy.sampler.args"),
     "grid of reals": ({"policy": {"sampler": "grid"}}, "SH110", f"space.{LR}"),

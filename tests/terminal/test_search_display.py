@@ -94,6 +94,20 @@ def test_plain_lines_tell_each_row_once_and_none_of_an_earlier_driver(tmp_path):
     assert "best: trial" in lines[-1]
 
 
+def test_plain_lines_tell_the_new_values_of_a_copy(tmp_path):
+    job = search_job()
+    ends = {"slot": 0, "begins": 0.0, "ends": 1.0}
+    rows = [
+        ShapeRow(trial=0, changes={"batch_size": 16}, units=4, cost=1.0),
+        DecidedRow(number=0, trial=0, changes={"batch_size": 16}, start=0, end=2, **ends),
+        ToldRow(number=0, rows=[{"accuracy": 0.9}] * 2),
+        ShapeRow(trial=1, changes={"batch_size": 32}, units=4, cost=1.0),
+        DecidedRow(number=1, trial=1, changes={"batch_size": 32}, start=2, end=4, copy_of=(0, 2), **ends),
+    ]
+    progress = progress_of(create(job, tmp_path), job, rows)
+    assert row_line(progress, rows[-1]) == "trial 1 begins as a copy of trial 0 at 2: batch_size 32; to 4 of 4"
+
+
 def test_plain_lines_tell_the_mean_over_seeds_of_the_best_trial_too(tmp_path):
     job = search_job(seeds=2)
     rows = [

@@ -102,7 +102,11 @@ def row_line(progress: SearchProgress, row: AnyRow) -> str:
     if isinstance(row, ShapeRow):
         return f"trial {row.trial} cannot be trained: {row.failure}" if row.failure else ""
     if isinstance(row, DecidedRow):
-        what = f"begins: {describe_changes(row.changes)}" if row.start == 0 else f"goes on from {row.start}"
+        what = f"goes on from {row.start}"
+        if row.copy_of is not None:
+            what = f"begins as a copy of trial {row.copy_of[0]} at {row.start}: {describe_changes(row.changes)}"
+        elif row.start == 0:
+            what = f"begins: {describe_changes(row.changes)}"
         return f"trial {row.trial} {what}; to {row.end} of {progress.table.trials[row.trial].units}"
     if not isinstance(row, ToldRow):
         return ""

@@ -89,6 +89,12 @@ def test_a_search_may_grow_as_far_as_its_job_allows(store, searched):
     assert (entry.kind, entry.needs.least, entry.needs.most) == ("search", 1, 3)
 
 
+def test_a_search_gets_the_workers_of_its_largest_trial(store, searched):
+    space = {"shard": ["none", {"kind": "fsdp", "size": 2}]}
+    (entry,) = store.submit([searched(workers=2, search=SEARCH | {"space": space})], user="ann", work=SearchWork())
+    assert (entry.needs.least, entry.needs.gang, entry.needs.most) == (2, 2, 2)
+
+
 def test_a_queue_of_the_first_version_is_brought_to_the_present_one(paths, job):
     with QueueStore(paths) as store:
         (entry,) = store.submit([job()], user="ann")

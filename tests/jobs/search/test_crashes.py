@@ -117,7 +117,7 @@ def test_a_search_by_the_model_is_killed_and_goes_on(search, job_file, job_dir):
 def test_any_process_of_a_search_may_be_killed(policy, search, job_file, job_dir):  # noqa: F811
     """Workers, the processes that find out shapes, and the fork server, which the next process starts again."""
     asked = {"search": POLICIES[policy], **SHORT_UNITS}
-    undisturbed, rng, killed = search(2, **asked), random.Random(3), []
+    undisturbed, rng, killed, kinds = search(2, **asked), random.Random(3), [], set()
     file = job_file(**asked, **SLOW)
     process = start_process(file, job_dir / "killed", str(file))
     while process.poll() is None and len(killed) < 9:
@@ -126,11 +126,16 @@ def test_any_process_of_a_search_may_be_killed(policy, search, job_file, job_dir
             fork_servers = psutil.Process(process.pid).children()
             forked = [one for parent in fork_servers for one in parent.children()]
             if forked:
-                killed.append(rng.choice(forked if len(killed) % 3 else fork_servers))
-                killed[-1].kill()
+                one = rng.choice(forked if len(killed) % 3 else fork_servers)
+                if lives(one):
+                    one.kill()
+                    killed.append(one)
+                    kinds.add("fork server" if one in fork_servers else "forked")
     receipt = last_line(process)
-    assert len(killed) >= 2, "both kinds of processes"
+    assert kinds == {"fork server", "forked"}
     assert receipt["decisions_sha256"] == undisturbed.receipt.decisions_sha256
+    assert receipt["weights_sha256"] == undisturbed.receipt.weights_sha256
+    assert receipt["search_sha256"] == undisturbed.receipt.search_sha256
     assert receipt["exact"] is True, receipt["why"]
     assert not processes_of(job_dir / "killed")
 

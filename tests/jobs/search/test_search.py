@@ -73,6 +73,15 @@ def test_every_policy_is_the_same_on_any_number_of_workers(policy, search):
 
 
 @pytest.mark.long
+def test_eight_workers_with_eight_slots_decide_and_find_what_one_does(search):
+    asked = PROMOTE | {"slots": 8, "budget": "16 trials"}
+    one, eight = (search(workers, search=asked, **SHORT_UNITS) for workers in (1, 8))
+    assert one.receipt.search_sha256 == eight.receipt.search_sha256
+    assert one.receipt.weights_sha256 == eight.receipt.weights_sha256
+    assert compare_searches(read_search(one.paths), read_search(eight.paths)).same
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["promote", "population"])
 def test_killed_workers_change_nothing(policy, search):
     undisturbed = search(2, search=POLICIES[policy], **SHORT_UNITS)

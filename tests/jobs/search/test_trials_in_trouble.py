@@ -5,14 +5,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.jobs.search.search_dir import SearchPaths, find
+from shoal.jobs import run_dir
+from shoal.jobs.search.journal import ShapeRow
+from shoal.jobs.search.search_dir import SearchPaths, create, find
 from shoal.jobs.search.stopping import stop_search
+from shoal.jobs.search.stretches import StretchRuns
 from shoal.jobs.search.summary import read_search
+from shoal.plan.search.trial import Stretch
 from tests.jobs.fault_injection import processes_of
+from tests.jobs.search.test_crashes import wait_for
 from tests.jobs.search.test_search import PROMOTE, job_file, start_process, told  # noqa: F401
 
 GRID = {"policy": {"kind": "full", "sampler": "grid"}, "budget": "2 trials"}
@@ -125,9 +131,43 @@ def test_a_search_is_stopped_from_another_process_and_goes_on(command, search, r
     assert resume(paths).receipt.decisions_sha256 == undisturbed.receipt.decisions_sha256
 
 
-def test_a_search_that_nobody_drives_cannot_be_stopped(make, job_dir):
-    from shoal.jobs.search.search_dir import create
+SHARDED = {"shard": ["none", {"kind": "fsdp", "size": 4}]}
 
+
+def test_a_search_with_fewer_workers_than_a_trial_needs_is_refused_before_anything_is_written(search, job_dir):
+    """The first trial needs one, another one four."""
+    with pytest.raises(ShoalError) as caught:
+        search(2, search={"space": SHARDED}, lanes=4, workers=4)
+    assert (caught.value.code, caught.value.where) == ("SH106", "workers")
+    assert not (job_dir / "runs").exists()
+
+
+def test_a_trial_that_needs_more_workers_than_there_are_ends_the_wait(make, job_dir):
+    """Where no single value of the space showed it before."""
+    paths = create(make(), job_dir / "runs")
+    runs = StretchRuns(SearchPaths(paths.run), None, 2)
+    job = make(lanes=4, workers=4, shard={"kind": "fsdp", "size": 4})
+    runs.add(Stretch(0, 0, 0, {}, 0, 1, 0.0, 1.0), job, ShapeRow(trial=0, changes={}, units=1, cost=1.0))
+    with pytest.raises(ShoalError) as caught:
+        list(runs.dispatch(awaited=0, takes_results=True))
+    assert (caught.value.code, caught.value.where) == ("SH106", "workers")
+
+
+def test_a_stop_that_reaches_a_driver_while_it_begins_is_not_lost(make, job_dir):
+    """It removes requests that were meant for earlier drivers, also this one."""
+    paths = create(make(), job_dir / "runs")
+    with run_dir.driver_lock(paths.run):
+        asking = threading.Thread(target=stop_search, args=(paths,))
+        asking.start()
+        for _ in range(2):
+            wait_for(paths.stop_request.exists)
+            paths.stop_request.unlink()
+        wait_for(paths.stop_request.exists)
+    asking.join()
+    assert not paths.stop_request.exists()
+
+
+def test_a_search_that_nobody_drives_cannot_be_stopped(make, job_dir):
     paths = create(make(), job_dir / "runs")
     with pytest.raises(ShoalError) as caught:
         stop_search(SearchPaths(paths.run))

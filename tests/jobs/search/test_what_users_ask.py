@@ -70,6 +70,13 @@ def test_a_trial_that_is_worse_on_every_fold_is_stopped_early(split, search, mak
     [
         ({"space": {"batch_size": [16, -2]}}, "search.space.batch_size"),
         ({"space": {"optimizer": [{"name": "SGD"}, {"name": "Sgd"}]}}, "search.space.optimizer"),
+        ({"space": {"optimizer.args.momentu": [0.5, 0.9]}}, "search.space.optimizer.args.momentu"),
+        (
+            {"space": {"optimizer": [{"name": "AdamW"}], "optimizer.args.momentum": {"low": 0.5, "high": 0.99}}},
+            "search.space.optimizer.args.momentum",
+        ),
+        ({"space": {"shard": ["none", {"kind": "fsdp", "size": 3}]}}, "search.space.shard"),
+        ({"space": {"sync": ["lanes", "auto"]}}, "search.space.sync"),
         ({"policy": {"sampler": "optuna:Nobody"}}, "search.policy.sampler"),
         ({"policy": {"sampler": "optuna:CmaEsSampler"}}, "search.policy.sampler"),
         ({"policy": {"sampler": {"name": "optuna:TPESampler", "args": {"a": 1}}}}, "search.policy.sampler.args"),
@@ -96,6 +103,50 @@ def test_all_workers_of_a_trial_stop_at_the_same_step(search):
     paused = [event for event in left if event["why"] == "paused"]
     assert {(event.who, event.step) for event in paused} == {("worker-0", 4), ("worker-1", 4)}
     assert [row.end for row in rows_of(read_search(outcome.paths).rows, DecidedRow)] == [1, 3]
+
+
+@pytest.mark.long
+def test_a_helper_stops_early_at_the_same_step_as_the_worker_that_it_helps(search):
+    """The idle worker takes over a lane, and both leave at the first rung. Helpers go when less than two seconds are
+    left; here each step takes three."""
+    slow = {"faults": {"pause_probability": 1.0, "pause_s": 3.0}, "steps": 10, "evaluate": {"every_steps": 5}}
+    asked = {"policy": {"kind": "promote", "sampler": "random", "first": 1}, "budget": "1 trial", "slots": 1}
+    alone, helped = (search(workers, search=asked, **slow) for workers in (1, 2))
+    events = list(read_events(helped.paths.trial(0).events))
+    paused = [(event.who, event.step) for event in events if event.kind == "left" and event["why"] == "paused"]
+    assert sorted(paused) == [("worker-0", 5), ("worker-1", 5)]
+    assert helped.receipt.search_sha256 == alone.receipt.search_sha256
+
+
+@pytest.mark.long
+def test_the_best_few_are_repeated_with_other_seeds_and_the_best_mean_wins(search):
+    found = [search(workers, search={"repeat": 3, "budget": "5 trials"}) for workers in (1, 2)]
+    assert found[0].receipt.search_sha256 == found[1].receipt.search_sha256
+    trials = read_search(found[0].paths).table.trials
+    assert len(trials) == 5 + 3 * 2
+    means = {}
+    for trial in list(trials.values())[:5]:
+        own = {path: value for path, value in trial.changes.items() if path != "seed"}
+        alike = [one for one in trials.values() if {**one.changes, "seed": 0} == {**own, "seed": 0}]
+        if len(alike) == 3:
+            assert sorted(one.changes.get("seed", 0) for one in alike) == [0, 1, 2]
+            means[trial.number] = sum(max(row["accuracy"] for row in one.rows) for one in alike) / 3
+    assert len(means) == 3
+    assert found[0].receipt.winner == max(means, key=means.get)
+
+
+@pytest.mark.long
+def test_the_best_trial_does_not_win_if_a_metric_of_it_breaks_a_constraint(search):
+    free = search(2)
+    best = read_search(free.paths).best
+    least = best.rows[-1]["loss"] + 1e-6
+    found = [search(workers, search={"constraints": [f"loss >= {least!r}"]}) for workers in (1, 2)]
+    assert found[0].receipt.search_sha256 == found[1].receipt.search_sha256
+    stored = read_search(found[0].paths)
+    assert stored.judge.breaks(stored.table.trials[best.number])
+    others = {n: t for n, t in stored.table.trials.items() if t.rows[-1]["loss"] >= least}
+    assert others
+    assert found[0].receipt.winner == max(others, key=lambda n: max(row["accuracy"] for row in others[n].rows))
 
 
 @pytest.mark.long

@@ -124,6 +124,42 @@ def steady(stretch):
     return StretchResult(tuple({"accuracy": u - (rate + 3) ** 2} for u in range(stretch.start, stretch.end)))
 
 
+def numbered(stretch):
+    """No two members are equally good."""
+    return StretchResult(tuple({"accuracy": row["accuracy"] - stretch.trial / 1000} for row in steady(stretch).rows))
+
+
+@pytest.mark.parametrize("slots", [4, 8])
+def test_members_that_train_side_by_side_are_compared_with_each_other(slots):
+    """All begin and end at the same virtual times. At every milestone but the last the worst one is replaced."""
+    policy = {"kind": "population", "size": 4, "every": 1}
+    search = {"space": LR, "policy": policy, "budget": "100 trials", "slots": slots}
+    plan, decisions, _ = play(job_of(search), shape=lambda changes: TrialShape(UNITS, 1.0), result=numbered)
+    copies = [d for d in decisions if d.copy_of]
+    assert [d.start for d in copies] == list(range(1, UNITS))
+    for copy in copies:
+        there = [t for t in plan.ledger.trials if t.origin < copy.start <= t.reached]
+        latest = {t.group: t for t in there}.values()
+        values = {t.group: plan.ledger.curve_at(t, copy.start)[0] for t in latest}
+        assert plan.ledger.trials[copy.trial].group == min(values, key=values.get)
+        assert len(values) == 4
+        assert plan.ledger.trials[copy.copy_of[0]].group == max(values, key=values.get)
+
+
+def test_a_population_of_a_space_with_fewer_configurations_is_trained_to_its_end():
+    search = {
+        "space": {"optimizer.args.lr": [1e-4, 2e-4, 1e-3, 2e-3, 1e-2]},
+        "policy": {"kind": "population", "size": 8, "every": 2},
+        "budget": "60 trials",
+    }
+    plan, decisions, end = play(job_of(search), shape=lambda changes: TrialShape(UNITS, 1.0), result=steady)
+    assert end.why == "the population is trained"
+    assert len({t.group for t in plan.ledger.trials}) == 5
+    assert any(d.copy_of for d in decisions)
+    last = {t.group: t for t in plan.ledger.trials}.values()
+    assert {t.status for t in last} == {"complete"}
+
+
 def test_a_race_over_folds_stops_trials_that_are_clearly_worse():
     job = job_of({"space": LR, "policy": {"sampler": "random"}, "budget": "30 trials"}, data=KFOLD)
 
@@ -244,13 +280,12 @@ def test_a_tiny_budget_still_trains_a_winner(budget):
     assert end.best is None or plan.ledger.trials[end.best].status == "complete"
 
 
-@pytest.mark.long
 def test_a_search_in_which_nothing_can_be_trained_ends():
     plan, decisions, end = play(
         job_of({"budget": "2 hours"}), shape=lambda c: TrialShape(0, 0.0, {}, "it does not fit")
     )
     assert (decisions, end.best) == ([], None)
-    assert "could not be trained" in end.why
+    assert (end.why, len(plan.ledger.trials)) == ("the first 30 trials all failed alike", 30)
     assert summarise(plan).best is None
 
 
@@ -265,6 +300,14 @@ def test_a_search_whose_first_trials_all_fail_alike_ends(sound, trials):
     plan, _, end = play(job_of(asked), result=result, shape=lambda changes: TrialShape(1, 1.0, {}))
     assert (end.best, len(plan.ledger.trials)) == (sound, trials)
     assert end.why == ("the first 30 trials all failed alike" if sound is None else "the number of trials is reached")
+
+
+@pytest.mark.long
+def test_a_search_in_which_every_proposal_breaks_a_constraint_ends():
+    search = {"budget": "2 hours", "constraints": ["parameters <= 1"], "policy": {"sampler": "random"}}
+    _, decisions, end = play(job_of(search), shape=lambda c: TrialShape(1, 1.0, {"parameters": 2.0}))
+    assert (decisions, end.best) == ([], None)
+    assert "could not be trained" in end.why
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8])

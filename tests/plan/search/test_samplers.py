@@ -13,7 +13,7 @@ import shoal
 from shoal.errors import ShoalError
 from shoal.plan.search.importance import importance
 from shoal.plan.search.pareto import crowding, fronts, hypervolume
-from shoal.plan.search.samplers.gp import GpSampler, normal_scores
+from shoal.plan.search.samplers.gp import GpSampler, as_one, normal_scores
 from shoal.plan.search.samplers.optuna import OWN_INSTEAD
 from shoal.plan.search.trial import StretchResult, TrialShape
 from tests.plan.search.simulated_search import job_of, play, played_digest, seeded
@@ -106,6 +106,47 @@ def test_the_model_prefers_what_is_cheap():
         return np.mean([sampler.propose(plan.ledger, number).cube[1] for number in range(100, 120)])
 
     assert mean_place(cost_aware=True) < mean_place(cost_aware=False) - 0.15
+
+
+def two_metrics(sampler, seed, *, unit=1.0, trials=30):
+    """Accuracy falls with the distance from a place, and the number of parameters grows along an axis."""
+    search = {
+        "space": {key: {**bounds, "log": True} for key, bounds in NUMBERS.items()},
+        "policy": {"kind": "full", "sampler": sampler},
+        "metric": ["accuracy", "parameters"],
+        "budget": f"{trials} trials",
+        "slots": 2,
+    }
+
+    def shape(changes):
+        return TrialShape(1, 1.0, {"parameters": round(1000 * changes["clip.norm"]) * unit})
+
+    return play(job_of(search, seed=seed), shape=shape, result=bowl)[0].ledger
+
+
+def test_with_several_metrics_the_model_dominates_more_than_random_values():
+    found = {sampler: two_metrics(sampler, seed=1) for sampler in ("gp", "random")}
+    volumes = {
+        sampler: hypervolume(np.array([ledger.values(t) for t in ledger.trials]), [-1.0, -3500.0])
+        for sampler, ledger in found.items()
+    }
+    assert volumes["gp"] > 1.5 * volumes["random"], volumes
+
+
+def test_the_unit_of_a_metric_changes_no_proposal():
+    calm, scaled = ([t.point.key for t in two_metrics("gp", 0, unit=unit, trials=20).trials] for unit in (1.0, 1e5))
+    assert calm == scaled
+
+
+def test_metrics_as_one_number():
+    table = np.array([[0.9, -5.0], [0.5, -1.0], [0.7, -3.0], [-1e308, 1e-3], [-math.inf, -1.0]])
+    found = as_one(table, np.array([0.5, 0.5]))
+    assert found[4] == -math.inf
+    assert found[3] < found[[0, 1, 2]].min()  # it diverged, and hides nothing
+    assert len({*found[:3].tolist()}) == 3
+    constant = as_one(np.array([[0.1, 7.0], [0.2, 7.0]]), np.array([0.01, 0.99]))
+    assert constant[1] == 0 > constant[0]
+    assert as_one(np.array([[-math.inf, 1.0]]), np.array([0.5, 0.5])).tolist() == [-math.inf]
 
 
 OPTUNA = ["optuna:TPESampler", "optuna:RandomSampler", {"name": "optuna:NSGAIISampler", "args": {"population_size": 6}}]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ErrorGroup
+from shoal.plan.search.make import make_search, own_values
 from shoal.plan.search.space import Space
 from shoal.spec.search.trial_job import check_space, make_trial_job
 from tests.plan.search.simulated_search import SPACE, job_of
@@ -85,6 +86,68 @@ def test_a_suggestion_keeps_the_jobs_own_values_elsewhere():
     assert point.changes["batch_size"] == 128
     assert point.changes["optimizer.args.lr"] == 0.001  # the middle: the job's own value is outside
     assert math.isclose(point.cube[3], 0.8, abs_tol=1e-9)
+
+
+OWN = [
+    ({"optimizer": [{"name": "SGD"}, {"name": "AdamW"}]}, {"name": "AdamW", "args": {"lr": 0.01}}, {"name": "AdamW"}),
+    (
+        {"optimizer": [{"name": "AdamW"}, {"name": "AdamW", "args": {"lr": {"low": 0.001, "high": 0.1}}}]},
+        {"name": "AdamW", "args": {"lr": 0.01, "eps": 1e-9}},
+        {"name": "AdamW", "args": {"lr": 0.01}},
+    ),
+    ({"optimizer": ["SGD", "AdamW"]}, "AdamW", "AdamW"),
+    ({"clip": [{"norm": 1.0}, None]}, None, None),
+    ({"loss, epochs": [["MSELoss", 5], ["CrossEntropyLoss", 7]]}, 7, ["CrossEntropyLoss", 7]),
+    ({"optimizer": [{"name": "SGD"}, {"name": "Adam"}]}, {"name": "AdamW"}, ...),
+    ({"optimizer.args.lr": {"low": 0.1, "high": 0.2}}, 0.3, ...),
+]
+
+
+@pytest.mark.parametrize(("space", "own", "found"), OWN)
+def test_the_own_values_of_a_job_are_found_in_the_words_of_the_space(space, own, found):
+    (key,) = space
+    fields = {key.rpartition(" ")[2].partition(".")[0]: own} if "args" not in key else {}
+    fields |= {"optimizer": {"name": "SGD", "args": {"lr": own}}} if "args" in key else {}
+    policy = {"kind": "full", "sampler": "random"}
+    job = job_of({"space": space, "policy": policy}, **fields)
+    assert own_values(job, space).get(key, ...) == found
+    if found is not ...:
+        assert make_search(job_of({"space": space, "policy": policy, "start": [{}]}, **fields)).suggestions[
+            0
+        ].changes == (dict(zip(("loss", "epochs"), found, strict=True)) if "," in key else {key: found})
+
+
+FOLDS = {"source": {"kind": "npz", "path": "x.npz"}, "split": {"kind": "kfold", "folds": 5}}
+LATER = {
+    "folds": ({"data.split.folds": [5, 3]}, {"data": FOLDS}, "SH110"),
+    "kinds of splits": (
+        {"data.split": [{"kind": "holdout", "validation": 0.2}, {"kind": "kfold", "folds": 3}]},
+        {},
+        "SH110",
+    ),
+    "planned sync": ({"sync": ["lanes", "auto"]}, {}, "SH110"),
+    "a whole number between": ({"batch_size": {"low": 1.0, "high": 64.0}}, {}, "SH105"),
+    "a whole number between, by logarithm": ({"batch_size": {"low": 1.0, "high": 10000.0}}, {}, "SH105"),
+    "a whole number between, in steps": ({"batch_size": {"low": 1.0, "high": 3.0, "step": 0.5}}, {}, "SH105"),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_what_only_the_jobs_of_trials_show_is_refused_before_anything_starts(case):
+    space, fields, code = LATER[case]
+    (key,) = space
+    with pytest.raises(ErrorGroup) as failure:
+        check_space(job_of({"space": space, "policy": {"kind": "full"}}, **fields), check_names=False)
+    assert {(e.code, e.where) for e in failure.value.errors} == {(code, f"search.space.{key}")}
+
+
+def test_splits_with_the_same_number_of_folds_are_searched():
+    splits = [{"kind": "kfold", "folds": 5}, {"kind": "kfold", "folds": 5, "shuffle": False}]
+    check_space(job_of({"space": {"data.split": splits}}, data=FOLDS), check_names=False)
+
+
+def test_steps_that_are_whole_are_searched():
+    check_space(job_of({"space": {"batch_size": {"low": 1.0, "high": 9.0, "step": 2.0}}}), check_names=False)
 
 
 def test_a_space_that_makes_a_bad_job_names_the_dimension():

@@ -18,6 +18,7 @@ KINDS = {
     "promote with gp": {"policy": {"kind": "promote", "sampler": "gp"}, "budget": "14 trials", "repeat": 2},
     "hyperband": {"policy": {"kind": "hyperband", "sampler": "tpe"}},
     "population": {**POPULATION, "policy": {"kind": "population", "size": 6, "every": 2}},
+    "population in lockstep": {**POPULATION, "policy": {"kind": "population", "size": 6, "every": 1}, "slots": 6},
     "cmaes": {"space": NUMBERS, "policy": {"kind": "full", "sampler": "cmaes"}},
     "several metrics": {"policy": {"sampler": "nsga2"}, "metric": ["accuracy", "parameters"], "budget": "30 trials"},
     "trainings": {"policy": {"kind": "promote", "sampler": "sobol"}, "budget": "6 trainings"},

@@ -40,7 +40,7 @@ from shoal.jobs.search.replay import check_again, replay
 from shoal.jobs.search.search_dir import SearchPaths
 from shoal.jobs.search.shapes import ShapeProbe
 from shoal.jobs.search.start_values import with_start_values
-from shoal.jobs.search.stretches import StretchRuns
+from shoal.jobs.search.stretches import StretchRuns, check_workers
 from shoal.jobs.search.table import SearchTable, mean_and_error
 from shoal.jobs.search.trials import trial_job
 from shoal.jobs.worker_group import initial_workers
@@ -50,7 +50,7 @@ from shoal.plan.search.samplers.make import make_sampler
 from shoal.plan.search.trial import SearchEnd, ShapeWanted, Stretch, Wait
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
-from shoal.spec.search.trial_job import check_space
+from shoal.spec.search.trial_job import check_space, workers_of_largest_trial
 
 UPDATE_S = 0.2
 STOPPED = "stopped"
@@ -360,7 +360,9 @@ def _search_steps(
 
     with run_dir.driver_lock(paths.run):
         job = load_moved(like, paths.run)
-        workers = handle.wanted_workers or job.workers_per_replica
+        needed = workers_of_largest_trial(job)
+        workers = handle.wanted_workers or needed
+        check_workers(workers, needed=needed)
         outcome = yield from SearchDriver(job, paths, executor, workers=workers, on_update=on_update).steps(handle)
     return RunResult(paths.run, outcome.status)
 
@@ -378,9 +380,9 @@ def run_search(
 ) -> SearchOutcome:
     """Start the search of a checked job in a new directory, and run it to its end."""
     check_searchable(job)
+    count = _workers_of(job, workers)
     job = with_start_values(job, run_dir.check_runs(runs))
-    paths = search_dir.create(job, runs)
-    return _drive(job, paths, workers=workers, on_update=on_update, fork_server=fork_server)
+    return _drive(job, search_dir.create(job, runs), count, on_update, fork_server)
 
 
 def resume_search(
@@ -394,7 +396,7 @@ def resume_search(
     job = load_run_job(paths.job)
     if (receipt := read_receipt(paths.receipt)) is not None:
         return SearchOutcome(paths, "finished", receipt)
-    return _drive(job, paths, workers=workers, on_update=on_update, fork_server=fork_server)
+    return _drive(job, paths, _workers_of(job, workers), on_update, fork_server)
 
 
 def check_searchable(job: Job) -> None:
@@ -403,22 +405,22 @@ def check_searchable(job: Job) -> None:
         raise error(
             "SH104", "the job has no `search`", where="search", fix="Add `search: {space: …}`, or --space FILE."
         )
-    if job.sync.kind == "auto":
-        fix = "Write the sync that `shoal plan` recommends."
-        raise error("SH110", "a search needs a fixed `sync`: planning measures the machine", where="sync", fix=fix)
     make_sampler(job.search.policy.sampler)  # its errors
     check_space(job)
 
 
+def _workers_of(job: Job, asked: int | None) -> int:
+    """The workers of all trials together. SH106 if they are too few for one of the trials."""
+    count = asked or initial_workers(job, capacity_of(job.engine))
+    check_workers(count, needed=workers_of_largest_trial(job))
+    return count
+
+
 def _drive(
-    job: Job, paths: SearchPaths, *, workers: int | None, on_update: OnUpdate | None, fork_server: ForkServer | None
+    job: Job, paths: SearchPaths, workers: int, on_update: OnUpdate | None, fork_server: ForkServer | None
 ) -> SearchOutcome:
-    count = workers or initial_workers(job, capacity_of(job.engine))
-    if count < job.workers_per_replica:
-        message = f"a trial needs {job.workers_per_replica} workers, and the search has {count}"
-        raise error("SH106", message, where="workers", fix=f"Give it --workers {job.workers_per_replica} or more.")
     with run_dir.driver_lock(paths.run), open_search_executor(fork_server) as executor:
-        return SearchDriver(job, paths, executor, workers=count, on_update=on_update).run()
+        return SearchDriver(job, paths, executor, workers=workers, on_update=on_update).run()
 
 
 @contextlib.contextmanager

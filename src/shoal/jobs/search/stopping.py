@@ -17,8 +17,8 @@ def stop_search(paths: SearchPaths) -> bool:
     nobody drives it."""
     if not run_dir.is_driven(paths.run):
         raise error("SH633", f"nobody drives '{paths.name}'", where=paths.name)
-    paths.stop_request.touch()
     while run_dir.is_driven(paths.run):
+        paths.stop_request.touch()  # again and again: a driver that is just beginning removes what was there before
         time.sleep(POLL_S)
     paths.stop_request.unlink(missing_ok=True)
     return bool(rows_of(read_rows(paths.journal)[0], EndedRow))

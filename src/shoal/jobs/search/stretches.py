@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, error
 from shoal.events import Event, RunState
 from shoal.events.packed_file import has_content
 from shoal.fleet.orphans import find_orphans
@@ -100,6 +100,13 @@ class StretchRun:
         return small and event.step is not None and event.step >= self.target_step
 
 
+def check_workers(count: int, *, needed: int) -> None:
+    """SH106 if a trial needs more workers than the search has: it would wait for ever."""
+    if count < needed:
+        message = f"a trial needs {needed} workers, and the search has {count}"
+        raise error("SH106", message, where="workers", fix=f"Give it --workers {needed} or more.")
+
+
 def _has_orphans(paths: RunPaths) -> bool:
     return not has_finished(paths) and any(find_orphans(one) for one in (paths, *paths.folds))
 
@@ -136,6 +143,8 @@ class StretchRuns:
         must wait."""
         works = [run.work for run in self.undone.values()]
         given = allocate(works, workers=self.workers, awaited=awaited)
+        if works and not given and not self.active:
+            check_workers(self.workers, needed=min(work.needs for work in works))
         self._preempt(works, given)
         for number, workers in given.items():
             run = self.undone[number]

@@ -6,6 +6,7 @@ from shoal.plan.queueing.entry import JobNeeds
 from shoal.plan.queueing.work import TRAINING, SearchWork, VerifyWork, Work
 from shoal.spec.data import FoldSplitConfig
 from shoal.spec.job import Job
+from shoal.spec.search.trial_job import workers_of_largest_trial
 
 
 def needs_of(job: Job, work: Work = TRAINING) -> JobNeeds:
@@ -38,6 +39,6 @@ def speed_key(job: Job) -> str:
 
 def _of_search(job: Job) -> dict[str, object]:
     """All trials together have the workers of the job. How many there are changes no decision of the search."""
-    trial = job.workers_per_replica
+    trial = workers_of_largest_trial(job)
     most = max(job.workers.most // trial, 1) * trial
-    return {"least": trial, "most": most, "lanes": max(most // trial, 1), "fixed": False}
+    return {"least": trial, "most": most, "gang": trial, "lanes": max(most // trial, 1), "fixed": False}

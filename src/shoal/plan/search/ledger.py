@@ -66,6 +66,11 @@ class Ledger:
         return {trial.point.key for trial in self.trials}
 
     @property
+    def used_up(self) -> bool:
+        """Whether every configuration of a space that can be counted was proposed."""
+        return 0 < self.space.size <= len(self.taken)
+
+    @property
     def several(self) -> bool:
         return len(self.objectives) > 1
 

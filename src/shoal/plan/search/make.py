@@ -15,6 +15,8 @@ from shoal.plan.search.space import Space
 from shoal.plan.search.virtual import VirtualSearch
 from shoal.spec.job import Job
 from shoal.spec.search import ObjectiveConfig
+from shoal.spec.search.own_values import OUTSIDE, in_words_of
+from shoal.spec.search.space import parse_space
 
 Values = Mapping[str, Any]
 
@@ -54,6 +56,7 @@ def make_search(
         suggestions=[space.suggest(values) for values in first],
         repeat=search.repeat,
         clock_order=search.order == "clock",
+        ties_first=search.policy.kind == "population",  # members that train side by side are compared with each other
     )
 
 
@@ -67,15 +70,21 @@ def objectives(job: Job) -> list[ObjectiveConfig]:
 
 
 def own_values(job: Job, space: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that the job itself has for the keys of the space, where it has them."""
-    found = {}
-    for key in space:
-        here: Any = job.dump()
-        for part in key.split("."):
-            here = here.get(part) if isinstance(here, dict) else None
-        if here is not None:
-            found[key] = here
+    """The values that the job itself has for the keys of the space, as the space writes them, where they lie in it."""
+    data, found = job.dump(), {}
+    for dimension in parse_space(space).dimensions:
+        parts = [_value_at(data, path) for path in dimension.paths]
+        value = in_words_of(dimension.values, parts if len(parts) > 1 else parts[0])
+        if value is not OUTSIDE:
+            found[dimension.key] = value
     return found
+
+
+def _value_at(data: Any, path: str) -> Any:
+    """None where the job has nothing: a job without a field is one in which it is null."""
+    for part in path.split("."):
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
 
 
 def first_trials(searches: Sequence[Sequence[tuple[Values, float]]]) -> list[Values]:

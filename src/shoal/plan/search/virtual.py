@@ -67,6 +67,8 @@ class VirtualSearch:
     suggestions: Sequence[Point] = ()
     repeat: int = 1
     clock_order: bool = False
+    ties_first: bool = False
+    """Whether all results of a virtual time count before anything is decided then."""
     now: float = 0.0
     spent: float = 0.0
     """Trainings that were decided so far, in parts of whole ones."""
@@ -90,7 +92,8 @@ class VirtualSearch:
             if self._proposed is not None:
                 point = self._proposed.point
                 return ShapeWanted(self._proposed.number, point.changes, point.memory)
-            made = self._fill_slot() if len(self._under_way) < self.ledger.slots else self._pass_time()
+            waits = len(self._under_way) == self.ledger.slots or self._has_ties()
+            made = self._pass_time() if waits else self._fill_slot()
             if made is not None:
                 return made
         return self._end
@@ -107,6 +110,7 @@ class VirtualSearch:
             state.origin = state.until = begin.copy_of[1]
         if shape.failure or shape.units < 1:
             state.status, state.failure = "failed", shape.failure or "it has nothing to train"
+            self._note_failure(StretchResult(failure=state.failure))
         elif self.ledger.violation(state) > 0:
             state.status, state.failure = "refused", "it breaks a constraint"
         self.ledger.trials.append(state)
@@ -218,6 +222,12 @@ class VirtualSearch:
         self.stretches.append(made)
         self._under_way[made.number] = made
         return made
+
+    def _has_ties(self) -> bool:
+        """Whether results of this very virtual time do not count yet."""
+        if not self.ties_first or self.clock_order or self._fresh is not None:
+            return False
+        return any(stretch.ends <= self.now for stretch in self._under_way.values())
 
     def _pass_time(self) -> Wait | None:
         """Count the stretch with the earliest virtual end, or wait for its result."""

@@ -49,7 +49,10 @@ def _known_fields(dimensions: Sequence[Dimension], job: Job, not_searched: Seque
                 yield error("SH106", f"`{top}` does not change what a trial learns", where=place, fix=fix)
             elif top not in fields:
                 yield error("SH103", f"a job has no field '{top}'", where=place, fix=did_you_mean(top, fields))
-            elif top in ("seed", "seeds") and job.search is not None and (job.search.repeat > 1 or job.averages_seeds):
+            elif top == "seeds":
+                fix = "Write `seeds` into the job or the search: all trials are compared over the same seeds."
+                yield error("SH110", "trials with other numbers of seeds cannot be compared", where=place, fix=fix)
+            elif top == "seed" and job.search is not None and (job.search.repeat > 1 or job.averages_seeds):
                 field = "repeat" if job.search.repeat > 1 else "seeds"
                 fix = f"Remove `{top}` from the space, or `{field}`."
                 yield error("SH107", f"`{field}` chooses the seeds itself", where=place, fix=fix)

@@ -87,7 +87,7 @@ def _paths(key: str, place: str) -> tuple[str, ...]:
 def _values(value: Any, paths: Sequence[str], place: str) -> Range | Choice:
     if len(paths) > 1:
         return _tied(value, len(paths), place)
-    made = _range_or_choice(value, place)
+    made = range_or_choice(value, place)
     if made is None and isinstance(value, list):
         made = _choice(value, place)
     if made is None:
@@ -104,7 +104,7 @@ def _tied(value: Any, width: int, place: str) -> Choice:
     return _choice(rows, place)
 
 
-def _range_or_choice(value: Any, place: str) -> Range | Choice | None:
+def range_or_choice(value: Any, place: str = "search.space") -> Range | Choice | None:
     """A range or `{choose: ...}`; None if the value is neither."""
     if not isinstance(value, dict):
         return None
@@ -138,7 +138,7 @@ def _nested(
     """The ranges and choices inside an option."""
     parts: Any = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
     for key, part in parts:
-        found = _range_or_choice(part, f"{place}.{key}")
+        found = range_or_choice(part, f"{place}.{key}")
         if found is not None:
             yield (*at, key), found
         else:
@@ -164,9 +164,18 @@ def _number(value: Mapping[str, Any], name: str, place: str) -> int | float:
     if name not in value:
         raise error("SH104", f"the range has no `{name}`", where=place, fix=f"Add `{name}`.")
     number = value[name]
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-        raise error("SH105", f"expected a number, found {number!r}", where=f"{place}.{name}")
+    if isinstance(number, bool) or not isinstance(number, int | float) or not _is_finite(number):
+        found = "one that is too large" if type(number) is int else repr(number)
+        raise error("SH105", f"expected a number, found {found}", where=f"{place}.{name}")
     return number
+
+
+def _is_finite(number: int | float) -> bool:
+    """Also for whole numbers that are larger than any float."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 def _step(value: Mapping[str, Any], low: float, high: float, place: str) -> int | float | None:

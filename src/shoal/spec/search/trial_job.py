@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shoal.errors import ErrorGroup, ShoalError
+from shoal.errors import ErrorGroup, ShoalError, error, plural
 from shoal.spec.job import Job, MonitorConfig
 from shoal.spec.load import make_job
 from shoal.spec.overrides import apply_overrides
@@ -17,6 +18,8 @@ from shoal.spec.yaml_document import YamlDocument
 
 MAX_CHECKED_CHOICES = 64
 """Choices of one dimension that are tried as jobs."""
+BETWEEN = 0.382
+"""Where a range is tried besides its ends: at no round number, so that a field of whole numbers refuses it."""
 
 
 def make_trial_job(job: Job, changes: Mapping[str, Any], *, check_names: bool = True) -> Job:
@@ -28,9 +31,14 @@ def make_trial_job(job: Job, changes: Mapping[str, Any], *, check_names: bool = 
     data["best"] = _best(job).model_dump()
     document = YamlDocument("", data)
     assignments = [f"{path}={json.dumps(value)}" for path, value in changes.items()]
-    return make_job(
-        apply_overrides(document, assignments, model=Job).data, base_dir=job.base_dir, check_names=check_names
-    )
+    data = apply_overrides(document, assignments, model=Job).data
+    made = make_job(data, base_dir=job.base_dir, check_names=check_names)
+    if made.fold_count != job.fold_count:
+        message = f"a trial would be {plural(made.fold_count, 'run')} instead of {job.fold_count}"
+        raise error("SH110", message, where="data.split", fix="Keep the number of folds the same in all trials.")
+    if made.sync.kind == "auto":
+        raise _unplanned()
+    return made
 
 
 def _best(job: Job) -> MonitorConfig:
@@ -41,12 +49,15 @@ def _best(job: Job) -> MonitorConfig:
 
 
 def check_space(job: Job, *, check_names: bool = True) -> None:
-    """Try every choice and both ends of every range as a job, the other dimensions at their first value.
+    """Try the first 64 choices of every dimension, and both ends of every range and a value between them, as jobs; the
+    other dimensions at their first value.
 
     Raises `ErrorGroup`; `where` of each error is the dimension. Combinations of several values may still fail: such a
     trial is recorded with its error. `check_names` also reads the source of names that choices refer to.
     """
     assert job.search is not None
+    if job.sync.kind == "auto":
+        raise _unplanned()
     dimensions = parse_space(job.search.space).dimensions
     problems: dict[str, ShoalError] = {}
     for dimension, changes in _probes(dimensions):
@@ -63,6 +74,23 @@ def check_space(job: Job, *, check_names: bool = True) -> None:
             problems.setdefault(str(told), told)
     if problems:
         raise ErrorGroup(list(problems.values()))
+
+
+def workers_of_largest_trial(job: Job) -> int:
+    """How many workers one trial may need: the most that any of the jobs that `check_space` tries asks for."""
+    assert job.search is not None
+    dimensions = parse_space(job.search.space).dimensions
+    needed = [job.workers_per_replica]
+    if any(path.partition(".")[0] == "shard" for dimension in dimensions for path in dimension.paths):
+        for _, changes in _probes(dimensions):
+            with contextlib.suppress(ShoalError):
+                needed.append(make_trial_job(job, changes, check_names=False).workers_per_replica)
+    return max(needed)
+
+
+def _unplanned() -> ShoalError:
+    fix = "Write the sync that `shoal plan` recommends."
+    return error("SH110", "a search needs a fixed `sync`: planning measures the machine", where="sync", fix=fix)
 
 
 def _responsible(field: str, probed: Dimension, dimensions: list[Dimension]) -> Dimension:
@@ -91,9 +119,9 @@ def changes_of(dimensions: list[Dimension], values: Mapping[str, Any]) -> dict[s
 
 
 def _values(values: Range | Choice) -> Iterator[Any]:
-    """Both ends of a range; every choice, with both ends of the ranges inside it."""
+    """Both ends of a range and a value between them; every choice, with those of the ranges inside it."""
     if isinstance(values, Range):
-        yield from (values.low, values.high)
+        yield from (values.low, values.high, _between(values))
         return
     for option in values.options[:MAX_CHECKED_CHOICES]:
         inner = [list(_values(nested)) for _, nested in option.nested]
@@ -102,6 +130,17 @@ def _values(values: Range | Choice) -> Iterator[Any]:
             for (at, _), choices in zip(option.nested, inner, strict=True):
                 made = put(made, at, choices[min(turn, len(choices) - 1)])
             yield made
+
+
+def _between(values: Range) -> int | float:
+    low, high = values.low, values.high
+    if values.step is not None:
+        return low + values.step
+    if values.log:
+        found = low * (high / low) ** BETWEEN
+    else:
+        found = low + BETWEEN * (high - low)
+    return round(found) if values.whole else float(f"{found:.4g}")
 
 
 def put(value: Any, at: tuple[str | int, ...], part: Any) -> Any:

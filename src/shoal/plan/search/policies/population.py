@@ -1,7 +1,7 @@
 """Population based training: at a milestone, a bad member becomes a copy of a good one with changed values.
 
 A member is a line of trials: each copy is a new trial that begins with the state of another one. A milestone is judged
-among the members that passed it before in virtual time, so no member waits for another.
+among the members that have passed it in virtual time, those that pass it at the same time too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MOST_FAILURES = 5
 
 @dataclass(frozen=True)
 class Population:
-    """`size` members; the worst `quantile` at a milestone copies one of the best `quantile`."""
+    """`size` members, or as many as the space has configurations; the worst `quantile` at a milestone
+    copies one of the best `quantile`."""
 
     size: int = 8
     every: int | Literal["auto"] = "auto"
@@ -34,7 +35,7 @@ class Population:
 
     def decide(self, ledger: Ledger, *, may_begin: bool) -> Choice:
         lines = _lines(ledger)
-        if len(lines) < self.size and may_begin:
+        if len(lines) < self.size and may_begin and not ledger.used_up:
             return Begin(group=len(lines))
         waiting = [line[-1] for line in lines.values() if line[-1].status in ("paused", "failed")]
         for trial in sorted(waiting, key=lambda t: (t.until, t.number)):
@@ -50,7 +51,7 @@ class Population:
         """No state before this unit will be copied any more. A member whose trial fails begins again where that trial
         began, so a member that was never replaced may need every state until it is complete."""
         lines = _lines(ledger)
-        if len(lines) < self.size:
+        if len(lines) < self.size and not ledger.used_up:
             return 0
         wanted = [line[-1].origin for line in lines.values() if line[-1].status != "complete"]
         return min(wanted, default=max((t.shape.units for t in ledger.trials), default=0))
@@ -71,7 +72,7 @@ class Population:
             point = self._explore(ledger, donor.point)
             return Begin(trial.group, point, (donor.number, at), f"copy of trial {donor.number} at {at}")
         if failed:
-            return Begin(group=trial.group) if may_begin and at == 0 else None
+            return Begin(group=trial.group) if may_begin and at == 0 and not ledger.used_up else None
         return Continue(trial.number, self._milestone_after(trial))
 
     def _donor(

@@ -27,6 +27,8 @@ NEAR = 0.01
 REFIT_GROWTH = 1.12
 BACK = (1, 3, 9)
 """A trial is observed at its last unit, at a third and at a ninth of it."""
+AUGMENT = 0.05
+"""What the sum of all shortfalls counts beside the largest one, with several metrics (as in ParEGO)."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +143,10 @@ def observations(ledger: Ledger, trials: list[TrialState], generator: np.random.
     """Points and standardised values. A failed trial counts as bad as the worst one; trials that break a constraint
     count as worse than all that do not."""
     weights = generator.dirichlet(np.ones(len(ledger.objectives)))
-    rows: list[tuple[int, float, float]] = []
-    for i, trial in enumerate(trials):
-        rows += _rows_of(ledger, i, trial, weights)
+    rows = [row for i, trial in enumerate(trials) for row in _rows_of(ledger, i, trial)]
     numbers, progress = np.array([i for i, _, _ in rows]), np.array([p for _, p, _ in rows])
     broken = np.array([0.0 if trial.status == "failed" else ledger.violation(trial) for trial in trials])
-    values = penalised(np.array([value for _, _, value in rows]), broken[numbers])
+    values = penalised(as_one(np.array([found for _, _, found in rows]), weights), broken[numbers])
     values = standardised(normal_scores(values))
     cubes = np.array([trials[i].point.cube for i, _, _ in rows])
     points = Observed(
@@ -157,17 +157,30 @@ def observations(ledger: Ledger, trials: list[TrialState], generator: np.random.
     return points, values
 
 
-def _rows_of(ledger: Ledger, i: int, trial: TrialState, weights: Array) -> list[tuple[int, float, float]]:
+def _rows_of(ledger: Ledger, i: int, trial: TrialState) -> list[tuple[int, float, tuple[float, ...]]]:
     whole = max(trial.shape.units, 1)
     if trial.status == "failed":
-        return [(i, math.log(max(trial.reached, 1) / whole), -math.inf)]
+        return [(i, math.log(max(trial.reached, 1) / whole), (-math.inf,) * len(ledger.objectives))]
     units = sorted({max(trial.reached // back, trial.origin + 1) for back in BACK if trial.reached // back >= 1})
-    found = []
-    for unit in units:
-        values = ledger.curve_at(trial, unit)
-        value = values[0] if len(values) == 1 else float(np.dot(weights, values))
-        found.append((i, math.log(unit / whole), value))
-    return found
+    return [(i, math.log(unit / whole), ledger.curve_at(trial, unit)) for unit in units]
+
+
+def as_one(table: Array, weights: Array) -> Array:
+    """One number per row of metrics, larger is better: how far the weighted worst one is from the best value so far.
+    The unit of each metric is the distance from the median to the best, so that neither its scale nor a few that
+    diverged count. -inf where one is not a number."""
+    finite = np.isfinite(table).all(axis=1)
+    if table.shape[1] == 1 or not finite.any():
+        return table[:, 0]
+    sound = table[finite]
+    best = sound.max(axis=0)
+    with np.errstate(over="ignore"):
+        halves, wholes = best - np.median(sound, axis=0), best - sound.min(axis=0)
+        unit = np.where(halves > 0, halves, np.where(wholes > 0, wholes, 1.0))
+        short = weights * (best - sound) / unit
+    made = np.full(len(table), -np.inf)
+    made[finite] = -(short.max(axis=1) + AUGMENT * short.sum(axis=1))
+    return made
 
 
 def normal_scores(values: Array) -> Array:
