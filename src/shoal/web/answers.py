@@ -30,8 +30,10 @@ class RunRow(Answer):
 
 
 class RunGroup(Answer):
-    """Runs of one job: how many, and how many of them train."""
+    """Runs of one job: how many, and how many of them train. `kind`: `job`, or `search`: then `job` is its name, its
+    runs are its trials, and `training` is 1 while it goes on."""
 
+    kind: str
     job: str
     runs: int
     training: int
@@ -39,10 +41,12 @@ class RunGroup(Answer):
 
 
 class RunList(Answer):
-    """`total`: how many match; `cursor`: what to ask with for the next rows, or null."""
+    """`total`: how many match; `cursor`: what to ask with for the next rows, or null. `groups` are the largest of
+    `all_groups`."""
 
     rows: list[RunRow]
     groups: list[RunGroup]
+    all_groups: int
     total: int
     cursor: str | None
 

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -30,7 +29,6 @@ from shoal.storage.tags import read_tags
 from shoal.storage.trash import list_trash
 from shoal.terminal import notes, plan_lines
 from shoal.web import answers
-from shoal.web.run_filter import select_rows
 from shoal.web.table import Call
 
 if TYPE_CHECKING:  # they load numpy, which the start of the server does without
@@ -41,13 +39,6 @@ MAX_NOTES_SHOWN = 100
 MAX_COMPARED = 100
 MAX_JOB_BYTES = 1 << 20
 SEARCH_S = 10.0
-
-
-class ListQuery(Spec):
-    where: str = Field("", max_length=500)
-    sort: str = Field("-started_t", max_length=100)
-    limit: int = Field(100, ge=1, le=1000)
-    cursor: int = Field(0, ge=0)
 
 
 class SeriesQuery(Spec):
@@ -105,34 +96,6 @@ def me(call: Call) -> answers.IdentityAnswer:
     return answers.IdentityAnswer(
         name=who.name, role=who.role, runs=runs, expires_t=who.expires_t, version=shoal.__version__
     )
-
-
-def list_runs(call: Call) -> answers.RunList:
-    query: ListQuery = call.query
-    visible = [row for row in call.site.rows() if call.identity.sees(row["run"])]
-    found = select_rows(visible, where=query.where, sort=query.sort)
-    shown = found[query.cursor : query.cursor + query.limit]
-    after = query.cursor + query.limit
-    rows = [answers.RunRow(**{name: row[name] for name in answers.RunRow.model_fields}) for row in shown]
-    cursor = str(after) if after < len(found) else None
-    return answers.RunList(rows=rows, groups=_groups(found), total=len(found), cursor=cursor)
-
-
-def _groups(rows: Sequence[Mapping[str, Any]]) -> list[answers.RunGroup]:
-    """The jobs with most runs first."""
-    by_job: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        by_job.setdefault(row["job"], []).append(row)
-    found = [
-        answers.RunGroup(
-            job=job,
-            runs=len(own),
-            training=sum(row["status"] in ("training", "starting") for row in own),
-            newest_t=max((row["started_t"] for row in own if row["started_t"] is not None), default=None),
-        )
-        for job, own in by_job.items()
-    ]
-    return sorted(found, key=lambda group: -group.runs)[:200]
 
 
 def show_run(call: Call) -> answers.RunPage:

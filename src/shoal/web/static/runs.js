@@ -53,15 +53,15 @@ export function Runs({ query }) {
       <h1>Runs</h1>
       <input ref=${filter} type="search" class="filter" placeholder="mlp status=training accuracy>0.9 tags=best" value=${typed}
         aria-label="Filter" onInput=${(e) => setTyped(e.target.value)} />
-      <label class="check"><input type="checkbox" checked=${isGrouped} onChange=${() => change({ group: isGrouped ? "" : "1" })} />by job</label>
+      <label class="check"><input type="checkbox" checked=${isGrouped} onChange=${() => change({ group: isGrouped ? "" : "1" })} />by job and search</label>
       <a class="button ${chosen.length ? "" : "off"}" href=${link("compare", "", { runs: chosen.join(",") })}
         aria-disabled=${!chosen.length}>Compare ${chosen.length || ""}</a>
       <span class="total" aria-live="polite">${value ? `${value.total.toLocaleString("en")} runs` : "…"}</span>
     </div>
     <${ErrorBox} problem=${problem} />
-    ${isGrouped && value ? html`<${Groups} groups=${value.groups} />` : html`<div class="scroll"><table class="runs">
+    ${isGrouped && value ? html`<${Groups} groups=${value.groups} all=${value.all_groups} />` : html`<div class="scroll"><table class="runs">
       <thead><tr><th><span class="hidden">selected</span></th>${COLUMNS.map(([name, title]) => html`<th
-        aria-sort=${(name ? [name] : metrics).includes(sort.replace("-", "")) ? (sort.startsWith("-") ? "descending" : "ascending") : null}>
+        aria-sort=${(name ? [name] : metrics).includes(sort.replace(/^-/, "")) ? (sort.startsWith("-") ? "descending" : "ascending") : null}>
         ${name ? sorter(name, title) : metrics.length ? html`<span class="sorters">${metrics.map((one) => sorter(one, one))}</span>` : title}</th>`)}</tr></thead>
       <tbody>${rows.map((row, n) => html`<tr key=${row.run} class=${n === at ? "at" : ""}>
         <td><input type="checkbox" aria-label=${`select ${row.run}`} checked=${chosen.includes(row.run)} onChange=${() => toggle(row.run)} /></td>
@@ -77,8 +77,9 @@ export function Runs({ query }) {
         <button onClick=${() => turn(cursor + ROWS)} disabled=${!value.cursor}>Next</button></div>`}`}`;
 }
 
-function Groups({ groups }) {
-  return html`<div class="scroll"><table><thead><tr><th>job</th><th>runs</th><th>training</th><th>newest</th></tr></thead>
-    <tbody>${groups.map((one) => html`<tr><td><a href=${link("runs", "", { where: `job=${one.job}` })}>${one.job}</a></td>
-      <td class="n">${number(one.runs)}</td><td class="n">${number(one.training)}</td><td>${when(one.newest_t)}</td></tr>`)}</tbody></table></div>`;
+function Groups({ groups, all }) {
+  return html`<div class="scroll"><table><thead><tr><th>job or search</th><th>runs</th><th>training</th><th>newest</th></tr></thead>
+    <tbody>${groups.map((one) => html`<tr key=${one.kind + one.job}><td><a href=${one.kind === "search" ? link("searches", one.job) : link("runs", "", { where: `job=${one.job}` })}>${one.job}</a>${one.kind === "search" ? " (search)" : ""}</td>
+      <td class="n">${number(one.runs)}</td><td class="n">${number(one.training)}</td><td>${when(one.newest_t)}</td></tr>`)}</tbody></table></div>
+    ${all > groups.length && html`<p class="hint">The ${groups.length} largest of ${all.toLocaleString("en")}; filter for the others.</p>`}`;
 }
