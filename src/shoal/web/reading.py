@@ -21,7 +21,7 @@ from shoal.jobs import run_dir, run_index
 from shoal.plan.stragglers import slowest_worker
 from shoal.spec.alerts.config import hide_webhooks
 from shoal.spec.base import Spec
-from shoal.spec.receipt import read_receipt_file
+from shoal.spec.receipt import FoldsReceipt, read_receipt_file
 from shoal.spec.run_paths import RunPaths
 from shoal.storage import logs
 from shoal.storage.disk_usage import all_usage
@@ -33,7 +33,7 @@ from shoal.web.table import Call
 
 if TYPE_CHECKING:  # they load numpy, which the start of the server does without
     from shoal.storage.history import RunHistory
-    from shoal.storage.pyramid import Bins, Series
+    from shoal.storage.pyramid import Bins, Parting, Series
 
 MAX_NOTES_SHOWN = 100
 MAX_COMPARED = 100
@@ -111,7 +111,7 @@ def make_run_page(paths: RunPaths, state: RunState, *, run: str, tags: list[str]
     return answers.RunPage(
         run=run,
         name=paths.name,
-        status=run_dir.current_status(state.status, paths),
+        status=_status(state, paths),
         step=state.step,
         steps=state.steps_total,
         epoch=state.epoch,
@@ -125,7 +125,7 @@ def make_run_page(paths: RunPaths, state: RunState, *, run: str, tags: list[str]
         workers=_workers(state),
         peak_workers=state.peak_workers,
         servers=[_server(one) for one in state.servers.values()],
-        folds=[f"{paths.name}~{one.name}" for one in paths.folds],
+        folds=[f"{run}~{one.name}" for one in paths.folds],
         notes=notes.note_lines(state)[-MAX_NOTES_SHOWN:],
         error=state.error,
         plan=plan_lines.plan_lines(state),
@@ -140,6 +140,13 @@ def make_run_page(paths: RunPaths, state: RunState, *, run: str, tags: list[str]
         packed=not paths.events.exists() and packed_path(paths.events).exists(),
         offset=offset,
     )
+
+
+def _status(state: RunState, paths: RunPaths) -> str:
+    """A search makes no steps of its own: its journal says how it is."""
+    if paths.search_journal.is_file():
+        return str(run_index.list_row(paths)["status"])
+    return run_dir.current_status(state.status, paths)
 
 
 def _workers(state: RunState) -> list[answers.WorkerRow]:
@@ -232,7 +239,14 @@ def show_timeline(call: Call) -> answers.TimelinePage:
 def make_timeline(history: RunHistory, *, bins: int) -> answers.TimelinePage:
     width_s, columns = history.timeline.columns(bins=bins)
     marks: list[dict[str, Any]] = [dict(mark) for mark in history.marks]
-    return answers.TimelinePage(start_t=history.timeline.start_t, width_s=width_s, workers=columns, marks=marks)
+    return answers.TimelinePage(
+        started_t=history.started_t,
+        start_t=history.timeline.start_t,
+        width_s=width_s,
+        workers=columns,
+        marks=marks,
+        left_out=history.left_out,
+    )
 
 
 def list_logs(call: Call) -> list[answers.LogRow]:
@@ -291,10 +305,29 @@ def _compare(call: Call, names: list[str]) -> answers.Comparison:
     keys = list(dict.fromkeys(key for column in columns for key in column))
     fields = {key: [_plain(column.get(key)) for column in columns] for key in keys}
     differs = [key for key, values in fields.items() if any(one != values[0] for one in values)]
-    weights = [call.site.state(paths).result.get("weights_sha256") for paths in every]
+    weights = [_weights(call, paths) for paths in every]
     same = None if not all(weights) else len(set(weights)) == 1
-    part_at = _first_difference(call, *every) if len(every) == 2 and same is not True else None
-    return answers.Comparison(runs=names, fields=fields, differs=differs, same_bits=same, part_at=part_at)
+    part = _first_difference(call, *every) if len(every) == 2 and same is not True else None
+    return answers.Comparison(
+        runs=names,
+        fields=fields,
+        differs=differs,
+        same_bits=same,
+        part_after=part and part.after,
+        part_at=part and part.at,
+    )
+
+
+def _weights(call: Call, paths: RunPaths) -> tuple[str, ...]:
+    """The SHA-256 of the weights of a run, or of all folds of one; nothing if there are none yet."""
+    if paths.search_journal.is_file():
+        weights = run_index.run_summary(paths)["weights_sha256"]
+        return (weights,) if weights else ()
+    found = read_receipt_file(paths.receipt).found
+    if isinstance(found, FoldsReceipt):
+        return tuple(one.weights_sha256 for one in found.folds)
+    own = call.site.state(paths).result.get("weights_sha256")
+    return (own,) if own else ()
 
 
 def _plain(value: Any) -> float | str | bool | None:
@@ -303,8 +336,8 @@ def _plain(value: Any) -> float | str | bool | None:
     return hide_webhooks(str(value))
 
 
-def _first_difference(call: Call, one: RunPaths, other: RunPaths) -> int | None:
-    """The first step that both report with different losses; None if there is none."""
+def _first_difference(call: Call, one: RunPaths, other: RunPaths) -> Parting | None:
+    """Where their losses part; None if they do not."""
     from shoal.storage.pyramid import Series, first_difference
 
     with call.site.histories.use(one) as history:

@@ -31,7 +31,8 @@ export function Compare({ query }) {
 function Verdict({ value }) {
   if (value.runs.length < 2) return null;
   if (value.same_bits === true) return html`<p class="proof good"><b>The same bits.</b> All ${value.runs.length} runs have the same weights, by SHA-256.</p>`;
-  const parted = value.part_at === null ? "" : ` Their losses part at step ${value.part_at}.`;
+  const { part_after: after, part_at: at } = value; // a row may count several steps
+  const parted = at === null ? "" : at - after === 1 ? ` Their losses part at step ${at}.` : ` Their losses part after step ${after}, at the latest at step ${at}.`;
   if (value.same_bits === false) return html`<p class="proof"><b>Different weights.</b>${parted}</p>`;
   return html`<p class="proof">Not all of them have finished: whether the weights are the same is not known yet.${parted}</p>`;
 }

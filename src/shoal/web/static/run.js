@@ -45,7 +45,7 @@ export function Run({ name, query, me }) {
   return html`<${Head} run=${run} me=${me} refresh=${refresh} name=${name} />
     <${ErrorBox} problem=${problem} />
     ${run.error && html`<div class="error"><b>${run.error.code} ${run.error.message}</b><div>${run.error.where} ${run.error.fix}</div></div>`}
-    ${run.folds.length > 0 && html`<p>Folds: ${run.folds.map((one) => html`<a class="fold" href=${link("run", one)}>${one.split("~")[1]}</a> `)}</p>`}
+    ${run.folds.length > 0 && html`<p>Folds: ${run.folds.map((one) => html`<a class="fold" href=${link("run", one)}>${one.split("~").at(-1)}</a> `)}</p>`}
     <div class="tabs" role="tablist" aria-label="Parts of the run" onKeyDown=${(event) => walk(event, tab)}>${TABS.map(([id, title]) => html`<button role="tab" id=${`tab-${id}`}
       tabindex=${tab === id ? 0 : -1} aria-selected=${tab === id} aria-controls="part" class=${tab === id ? "on" : ""} onClick=${() => change({ tab: id })}>${title}</button>`)}</div>
     <section id="part" role="tabpanel" aria-labelledby=${`tab-${tab}`}>
@@ -77,6 +77,7 @@ function Head({ run, me, refresh, name }) {
   const may = (role) => ["read", "operate", "submit"].indexOf(me.role) >= ["read", "operate", "submit"].indexOf(role);
   const live = LIVE.includes(run.status);
   const trial = name.includes("~trial-"); // its search steers it
+  const search = run.status.startsWith("search ");
   const share = run.steps ? run.step / run.steps : 0;
   const stop = () => ask({ title: `Stop ${name}?`, text: "It saves first; Resume continues it with the same weights.", button: "Save and stop",
     action: async () => { const result = await act(`${path}/stop`); done(`${result.status}; ${result.saved_step === null ? "nothing was saved yet" : `saved at step ${result.saved_step}`}`); } });
@@ -101,7 +102,8 @@ function Head({ run, me, refresh, name }) {
       ${run.tags.map((one) => html`<span class="tag">${one}</span>`)}
       <span class="actions">
         ${live && may("operate") && !trial && html`<button onClick=${scale}>Scale</button><button onClick=${stop}>Stop</button>`}
-        ${!live && run.status !== "finished" && may("submit") && !trial && html`<button onClick=${resume}>Resume</button>`}
+        ${!live && run.status !== "finished" && may("submit") && !trial && !search && html`<button onClick=${resume}>Resume</button>`}
+        ${search && html`<a class="button" href=${link("searches", name)}>Search</a>`}
         ${may("operate") && !name.includes("~") && html`<button onClick=${tag}>Tag</button>
           ${run.status === "finished" && html`<button onClick=${compact}>${run.packed ? "Expand" : "Compact"}</button>`}
           ${!live && html`<button class="danger" onClick=${remove}>Delete</button>`}`}
