@@ -1,4 +1,4 @@
-"""Answers about runs that are more than one row of steps each: grouped rows, folds, trials, searches, long histories."""
+"""Answers about runs that are not one row for each step: grouped rows, folds, trials, searches, long histories."""
 
 import pytest
 

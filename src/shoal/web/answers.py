@@ -142,8 +142,8 @@ class EventsPage(Answer):
 
 
 class TimelinePage(Answer):
-    """Seconds by worker and kind in parts of `width_s` from `start_t` on. `marks`: what happened to the run, which began
-    at `started_t`; `left_out`: so many more are not kept."""
+    """Seconds by worker and kind in parts of `width_s` from `start_t` on. `marks`: what happened to the run, which
+    began at `started_t`; `left_out`: so many more are not kept."""
 
     started_t: float | None
     start_t: float | None
@@ -194,8 +194,8 @@ class JobText(Answer):
 
 class Comparison(Answer):
     """Fields of jobs and results, one value per run. `same_bits`: whether all runs have the same weights; null if one
-    of them has none yet. For two runs whose losses differ: they part after the step `part_after`, at the latest at the step
-    `part_at`. Between them no step is reported by both."""
+    of them has none yet. For two runs whose losses differ: they part after the step `part_after`, at the latest at the
+    step `part_at`. Between them no step is reported by both."""
 
     runs: list[str]
     fields: dict[str, list[bool | int | float | str | None]]

@@ -169,8 +169,8 @@ def _workers(state: RunState) -> list[answers.WorkerRow]:
 
 
 def _slowest(state: RunState) -> dict[str, float]:
-    """Of the workers that train: the slowest, and how much less time the others need."""
-    found = slowest_worker({one.name: one.work_s / one.steps for one in state.training_workers if one.steps})
+    """Of the workers that train: the slowest of late, and how much less time the others need."""
+    found = slowest_worker({one.name: one.step_work_s or 0.0 for one in state.training_workers})
     return {} if found is None else {found[0]: found[1]}
 
 
