@@ -62,7 +62,7 @@ function Overlay({ names, live }) {
       changed.clear();
       busy = load(asked).then(() => { busy = null; });
     }, LIVE_MS);
-    const end = live ? follow(key, "", ({ run, rows }) => { if (rows.length) changed.add(run); }) : () => {};
+    const end = live ? follow(key, "", ({ run, rows }) => { if (rows.length) changed.add(run); }, () => {}, () => { names.forEach((one) => changed.add(one)); return ""; }) : () => {};
     return () => { over = true; clearInterval(timer); end(); };
   }, [key, live]);
   const charts = useMemo(() => {

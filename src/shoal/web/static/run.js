@@ -4,6 +4,7 @@ import { act, follow, get, isFile, runPath } from "./api.js";
 import { html, ErrorBox, Status, count, number, seconds, size, useAnswer, useDialog } from "./show.js";
 import { change, go, link } from "./route.js";
 import { Chart, toLine } from "./chart.js";
+import { append, liveWorkers } from "./live.js";
 import { Timeline } from "./timeline.js";
 import { Logs } from "./logs.js";
 
@@ -19,18 +20,27 @@ const maySteer = (run, me, name) => LIVE.includes(run.status) && me.role !== "re
 export function Run({ name, query, me }) {
   const tab = query.tab || "curves";
   const { value: run, problem, refresh } = useAnswer(() => get(runPath(name)), name);
-  const [fresh, setFresh] = useState({ rows: [], n: 0 });
+  const fresh = useRef({ rows: [], again: false }); // what the curves have not taken yet
+  const [news, setNews] = useState(0);
   const offset = run ? run.offset : null;
   const soon = useRef(null);
   useEffect(() => {
     if (offset === null) return undefined;
     return follow(name, offset, ({ rows }) => {
-      setFresh((old) => ({ rows, n: old.n + 1 }));
+      const waiting = [...fresh.current.rows, ...rows];
+      fresh.current = waiting.length > REFETCH_POINTS ? { rows: [], again: true } : { ...fresh.current, rows: waiting };
+      setNews((old) => old + 1);
       const isUrgent = rows.some((row) => row.kind !== "step");
       if (soon.current && !isUrgent) return;
       clearTimeout(soon.current);
       soon.current = setTimeout(() => { soon.current = null; refresh(); }, isUrgent ? 300 : STATE_MS);
-    }, refresh);
+    }, refresh, async () => {
+      const page = await get(runPath(name));
+      fresh.current = { rows: [], again: true };
+      setNews((old) => old + 1);
+      refresh();
+      return page.offset;
+    });
   }, [name, offset !== null]);
   useEffect(() => {
     const pressed = (event) => {
@@ -49,7 +59,7 @@ export function Run({ name, query, me }) {
     <div class="tabs" role="tablist" aria-label="Parts of the run" onKeyDown=${(event) => walk(event, tab)}>${TABS.map(([id, title]) => html`<button role="tab" id=${`tab-${id}`}
       tabindex=${tab === id ? 0 : -1} aria-selected=${tab === id} aria-controls="part" class=${tab === id ? "on" : ""} onClick=${() => change({ tab: id })}>${title}</button>`)}</div>
     <section id="part" role="tabpanel" aria-labelledby=${`tab-${tab}`}>
-      ${tab === "curves" && html`<${Curves} name=${name} run=${run} fresh=${fresh} query=${query} />`}
+      ${tab === "curves" && html`<${Curves} name=${name} run=${run} fresh=${fresh} news=${news} query=${query} />`}
       ${tab === "workers" && html`<${Workers} run=${run} me=${me} name=${name} refresh=${refresh} />`}
       ${tab === "timeline" && html`<${Timeline} name=${name} run=${run} query=${query} />`}
       ${tab === "receipt" && html`<${Receipt} name=${name} status=${run.status} />`}
@@ -123,24 +133,6 @@ function Head({ run, me, refresh, name }) {
     <p class="said" role="status">${said}</p>${run.damage && html`<p class="warn">${run.damage}</p>`}${dialog}`;
 }
 
-// The points that new events add to the curves on the screen.
-function append(pages, rows, saver) {
-  let added = 0;
-  const byName = new Map(pages.map((page) => [page.name, page]));
-  const add = (name, row, value) => {
-    const page = byName.get(name);
-    if (!page || typeof value !== "number" || row.step <= (page.step.at(-1) ?? -1)) return;
-    page.step = [...page.step, row.step]; page.t = [...page.t, row.t]; page.last = [...page.last, value];
-    if (page.least.length) { page.least = [...page.least, value]; page.most = [...page.most, value]; }
-    added += 1;
-  };
-  for (const row of rows) {
-    if (row.kind === "step" && (!saver || row.who === saver)) { add("loss", row, row.loss); add("lr", row, row.lr); }
-    if (row.kind === "evaluated") for (const [name, value] of Object.entries(row.metrics)) add(`${row.split}/${name}`, row, value);
-  }
-  return added;
-}
-
 // What the plan expected of a step, as stairs that reach to the last step, and what steps took.
 function planLines(pages, byTime) {
   const [expected, measured] = ["expected", "measured"].map((kind) => pages.find((page) => page.name === STEP_S + kind));
@@ -155,32 +147,44 @@ function planLines(pages, byTime) {
   return [toLine("expected", stairs, byTime), toLine("measured", measured, byTime)];
 }
 
-function Curves({ name, run, fresh, query }) {
+function Curves({ name, run, fresh, news, query }) {
   const [pages, setPages] = useState(null);
   const [problem, setProblem] = useState(null);
   const [range, setRange] = useState(query.from ? [Number(query.from), Number(query.to)] : null);
   const byTime = query.x === "time";
   const log = query.log === "1";
-  const added = useRef(0);
+  const now = useRef({ pages: null, asked: 0, added: 0, live: null }); // also between two drawings
+  now.current.run = run;
+  const show = (found) => { now.current.pages = found; setPages(found); };
   const load = async () => {
+    const asked = now.current.asked += 1;
+    now.current.pages = null; // rows that come meanwhile wait
+    fresh.current = { rows: [], again: false };
     const zoom = range ? `&from=${Math.max(Math.floor(range[0]), 0)}&to=${Math.ceil(range[1])}` : "";
     try {
       const found = await get(`${runPath(name)}/series?points=500${zoom}`);
-      added.current = 0;
-      setPages(found.series);
+      if (asked !== now.current.asked) return;
+      Object.assign(now.current, { added: 0, live: null });
+      show(found.series);
       setProblem(null);
+      extend();
     } catch (one) { setProblem(one); }
   };
+  const extend = () => {
+    const { rows, again } = fresh.current;
+    if (again) { load(); return; }
+    const shown = now.current.pages;
+    if (!shown || range || !rows.length) return;
+    fresh.current = { rows: [], again: false };
+    const copies = shown.map((page) => ({ ...page }));
+    now.current.live ??= liveWorkers(now.current.run.workers);
+    const { added, unknown } = append(copies, rows, now.current.live);
+    now.current.added += added;
+    if (now.current.added > REFETCH_POINTS || unknown || rows.some((row) => row.kind === "resumed")) load();
+    else show(copies);
+  };
   useEffect(() => { load(); }, [name, range]);
-  useEffect(() => {
-    if (!pages || range || !fresh.rows.length) return;
-    const saver = run.workers.find((one) => one.saves && one.state === "training")?.name;
-    const evaluated = fresh.rows.some((row) => row.kind === "evaluated" && Object.keys(row.metrics).some((key) => !pages.find((page) => page.name === `${row.split}/${key}`)));
-    const copies = pages.map((page) => ({ ...page }));
-    added.current += append(copies, fresh.rows, saver);
-    if (added.current > REFETCH_POINTS || evaluated || fresh.rows.some((row) => row.kind === "resumed")) load();
-    else setPages(copies);
-  }, [fresh.n]);
+  useEffect(extend, [news]);
   const zoom = (from, to) => { if (!byTime) { setRange([from, to]); change({ from: Math.floor(from), to: Math.ceil(to) }); } };
   const typed = (event) => { // by keyboard, and on a phone
     event.preventDefault();
