@@ -53,7 +53,7 @@ def test_a_worker_that_becomes_slow_late_is_told_of(every_s):
 
 def test_a_single_long_step_is_no_verdict():
     well = list(rows(1, 500, t=0.0, every_s=0.5, slow=1.0))
-    name, share = slowest(state_after(*BEGIN, *well, *rows(500, 501, t=0.0, every_s=0.5, slow=2.0)))
+    _, share = slowest(state_after(*BEGIN, *well, *rows(500, 501, t=0.0, every_s=0.5, slow=2.0)))
     assert share < 0.05
 
 

@@ -109,3 +109,58 @@ def test_a_page_waits_fifty_times_what_an_answer_took():
     program = f"{share}\n{line.removeprefix('export ')}\nconsole.log(pause(2000, 3), pause(2000, 120))"
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2000", "6000"]
+
+
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [
+        ("tags~be", ["mlp-2"]), ("tags~BEST", ["mlp-2"]), ("tags=be", []), ("tags!=best", ["cnn-1", "mlp-1"]),
+        ("tags~st", ["mlp-2"]), ("tags~x", []), ("step>=60", ["cnn-1", "mlp-1", "mlp-2"]), ("step~6 mlp", ["mlp-1", "mlp-2"]),
+    ],
+)  # fmt: skip
+def test_a_sign_means_the_same_for_every_field(served, where, found):
+    change_tags(served.runs, "mlp-2", add=["best"])
+    rows = get(served.client("read"), "runs", where=where, sort="run")["rows"]
+    assert [row["run"] for row in rows] == found
+
+
+@pytest.mark.parametrize(
+    "where", ["step>abc", "step=abc", "accuracy>=best", "status>training", "tags<b", "started_t<x"]
+)
+def test_a_comparison_that_nothing_fulfils_is_refused_with_its_fix(served, where):
+    answer = served.client("read").get("/api/v1/runs", params={"where": where})
+    assert (answer.status_code, answer.json()["code"]) == (422, "SH609")
+    assert answer.json()["fix"].startswith("Write ")
+
+
+def test_a_hundred_runs_with_long_names_are_followed_as_they_are_compared(served):
+    names = [f"{'long' * 17}-{n}" for n in range(100)]
+    for name in names:
+        shutil.copytree(served.runs / "mlp-1", served.runs / name)
+    runs = ",".join(names)
+    assert 4000 < len(runs) < 8000
+    client = served.client("read")
+    assert len(get(client, "compare", runs=runs)["runs"]) == 100
+    served.site.stopping.set()  # the stream ends at once
+    assert client.get("/api/v1/stream", params={"runs": runs}).status_code == 200
+
+
+def node(program, *files, tmp_path):
+    """What a program prints that imports modules of the page."""
+    for name in files:
+        shutil.copy(STATIC / name, tmp_path / name.replace(".js", ".mjs"))
+    (tmp_path / "main.mjs").write_text(program)
+    done = subprocess.run(["node", "main.mjs"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
+def test_an_address_that_is_written_by_hand_is_read(tmp_path):
+    program = """
+        globalThis.location = { hash: "#/run/50%?tab=logs" };
+        const { current, link } = await import("./route.mjs");
+        console.log(current().name, current().query.tab);
+        location.hash = link("run", "50%");
+        console.log(current().name);
+    """
+    assert node(program, "route.js", tmp_path=tmp_path) == ["50%", "logs", "50%"]

@@ -36,6 +36,7 @@ export function Disk({ me }) {
       <tbody>${value.rows.map((row) => html`<tr><td><a href=${link("run", row.run)}>${row.run}</a></td><td class="n">${size(row.freed_bytes)}</td>${shares && html`<td class="n">${row.shared_bytes ? size(row.shared_bytes) : "–"}</td>`}<td class="n">${row.files}</td>
         ${PARTS.map((part) => html`<td class="n">${row.parts[part] ? size(row.parts[part]) : "–"}</td>`)}
         <td>${may && row.may_drop && html`<button onClick=${() => drop(row.run)}>Drop checkpoints</button>`}</td></tr>`)}</tbody></table></div>
+    ${value.runs > value.rows.length && html`<p class="hint">The ${count(value.rows.length)} largest of ${count(value.runs)}; <code>shoal du</code> lists all.</p>`}
     <div class="bar"><h2>Trash</h2>${may && value.trash.length > 0 && html`<button class="danger" onClick=${empty}>Empty</button>`}</div>
     ${value.trash.length ? html`<div class="scroll"><table><thead><tr><th>run</th><th>part</th><th>deleted</th><th>frees</th><th></th></tr></thead><tbody>
       ${value.trash.map((one) => html`<tr><td>${one.run}</td><td>${one.part || "all"}</td><td>${when(one.t)}</td><td class="n">${size(one.size_bytes)}</td>

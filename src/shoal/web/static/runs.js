@@ -8,6 +8,7 @@ const COLUMNS = [["run", "run"], ["status", "status"], ["step", "step"], ["", "m
 const LIVE_MS = 2000;
 const ROWS = 100; // on a page
 const METRICS = 3; // of a row
+const CLOSED = /[%;\\]/; // the server refuses such paths, lest somebody decodes them twice
 
 const pageOf = (row) => (row.status.startsWith("search ") ? "searches" : "run");
 
@@ -65,7 +66,7 @@ export function Runs({ query }) {
         ${name ? sorter(name, title) : metrics.length ? html`<span class="sorters">${metrics.map((one) => sorter(one, one))}</span>` : title}</th>`)}</tr></thead>
       <tbody>${rows.map((row, n) => html`<tr key=${row.run} class=${n === at ? "at" : ""}>
         <td><input type="checkbox" aria-label=${`select ${row.run}`} checked=${chosen.includes(row.run)} onChange=${() => toggle(row.run)} /></td>
-        <td data-metrics=${metricsText(row.metrics, 2)}><a href=${link(pageOf(row), row.run)}>${row.run}</a> ${row.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
+        <td data-metrics=${metricsText(row.metrics, 2)}>${CLOSED.test(row.run) ? html`${row.run} <span class="warn">cannot be opened here: rename its directory</span>` : html`<a href=${link(pageOf(row), row.run)}>${row.run}</a>`} ${row.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
           ${row.damage && html`<span class="warn" title=${row.damage}>damaged rows</span>`}</td>
         <td><${Status} status=${row.status} /></td>
         <td class="n">${row.steps ? `${row.step}/${row.steps}` : row.step || "–"}</td>
