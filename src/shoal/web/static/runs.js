@@ -79,8 +79,8 @@ export function Runs({ query }) {
 }
 
 function Groups({ groups, all }) {
-  return html`<div class="scroll"><table><thead><tr><th>job or search</th><th>runs</th><th>training</th><th>newest</th></tr></thead>
-    <tbody>${groups.map((one) => html`<tr key=${one.kind + one.job}><td><a href=${one.kind === "search" ? link("searches", one.job) : link("runs", "", { where: `job=${one.job}` })}>${one.job}</a>${one.kind === "search" ? " (search)" : ""}</td>
+  return html`<div class="scroll"><table><thead><tr><th>job or search</th><th>what</th><th>runs</th><th>training</th><th>newest</th></tr></thead>
+    <tbody>${groups.map((one) => html`<tr key=${one.kind + one.job}><td><a href=${one.kind === "search" ? link("searches", one.job) : link("runs", "", { where: `job=${one.job}` })}>${one.job}</a></td><td>${one.kind}</td>
       <td class="n">${number(one.runs)}</td><td class="n">${number(one.training)}</td><td>${when(one.newest_t)}</td></tr>`)}</tbody></table></div>
     ${all > groups.length && html`<p class="hint">The ${groups.length} largest of ${all.toLocaleString("en")}; filter for the others.</p>`}`;
 }
