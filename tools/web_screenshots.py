@@ -46,6 +46,7 @@ PAGES = {
     "web-workers": "#/run/digits-2?tab=workers",
     "web-timeline": "#/run/digits-2?tab=timeline",
     "web-receipt": "#/run/digits-2?tab=receipt",
+    "web-logs": "#/run/digits-2?tab=logs&log=worker-0.log",
     "web-job": "#/run/digits-2?tab=job&with=digits-1",
     "web-compare": "#/compare?runs=digits-1,digits-2",
     "web-disk": "#/disk",

@@ -23,7 +23,7 @@ export function Compare({ query }) {
     ${value && html`<${Verdict} value=${value} /><${Overlay} names=${value.runs} live=${live} />
       ${value.runs.length > 1 && html`<${Parallel} value=${value} />`}
       <div class="bar"><h2>${all ? "Everything" : "What differs"}</h2><label class="check"><input type="checkbox" checked=${all} onChange=${() => change({ all: all ? "" : "1" })} />all fields</label></div>
-      <div class="scroll"><table class="diff"><thead><tr><th></th>${value.runs.map((run, n) => html`<th><span class="dot c${n % 10}" aria-hidden="true"></span><a href=${link("run", run)}>${run}</a></th>`)}</tr></thead>
+      <div class="scroll" tabindex="0"><table class="diff"><thead><tr><th></th>${value.runs.map((run, n) => html`<th><span class="dot c${n % 10}" aria-hidden="true"></span><a href=${link("run", run)}>${run}</a></th>`)}</tr></thead>
         <tbody>${Object.entries(value.fields).filter(([name]) => all || value.differs.includes(name)).map(([name, cells]) => html`<tr class=${value.differs.includes(name) ? "differs" : ""}>
           <th scope="row">${name.replace(/^job /, "")}</th>${cells.map((cell) => html`<td>${number(cell)}</td>`)}</tr>`)}</tbody></table></div>`}`;
 }

@@ -228,14 +228,14 @@ function Workers({ run, me, name, refresh }) {
   const place = new Map(run.workers.map((one, n) => [one.name, n]));
   return html`${lanes.length > 0 && html`<div class="lanes" role="img" aria-label=${`Lanes: ${lanes.map(([lane, who]) => `${lane} by ${who}`).join(", ")}`}>
       ${lanes.map(([lane, who]) => html`<span class="lane c${place.get(who) % 10}" title=${who}>${lane}</span>`)}</div>`}
-    <div class="scroll"><table><thead><tr><th>worker</th><th>state</th><th>lanes</th><th>step</th><th>samples</th><th>samples/s</th><th>cores</th><th>memory</th><th>network</th><th>host</th><th></th></tr></thead>
+    <div class="scroll" tabindex="0"><table><thead><tr><th>worker</th><th>state</th><th>lanes</th><th>step</th><th>samples</th><th>samples/s</th><th>cores</th><th>memory</th><th>network</th><th>host</th><th></th></tr></thead>
     <tbody>${run.workers.map((one) => html`<tr key=${one.name}><td><span class="dot c${place.get(one.name) % 10}" aria-hidden="true"></span>
         <a href=${link("run", name, { tab: "logs", log: `${one.name}.log` })}>${one.name}</a>${one.saves && one.state === "training" ? " (saves)" : ""}</td>
       <td><${Status} status=${one.state} />${one.holds_back > 0.15 && html` <span class="warn">holds the others back: they need ${Math.round(100 * one.holds_back)} % less</span>`}</td>
       <td>${one.lanes.join(" ")}</td><td class="n">${one.step}</td><td class="n">${count(one.samples)}</td><td class="n">${runs ? number(one.samples_per_s) : "–"}</td><${Usage} usage=${one.usage} now=${runs} /><td>${one.host}</td>
       <td>${live && one.state === "training" && html`<button onClick=${() => drain(one.name)}>Drain</button>`}</td></tr>`)}</tbody></table></div>
     ${run.servers.length > 0 && html`<div class="bar"><h2>Servers</h2>${live && html`<button onClick=${scaleServers}>Scale servers</button>`}</div>
-      <div class="scroll"><table><thead><tr><th>server</th><th>state</th><th>primary</th><th>backup</th><th>host</th><th></th></tr></thead>
+      <div class="scroll" tabindex="0"><table><thead><tr><th>server</th><th>state</th><th>primary</th><th>backup</th><th>host</th><th></th></tr></thead>
       <tbody>${run.servers.map((one) => html`<tr key=${one.name}><td><a href=${link("run", name, { tab: "logs", log: `${one.name}.log` })}>${one.name}</a></td><td><${Status} status=${one.state} /></td><td class="n">${size(one.primary_bytes)}</td><td class="n">${size(one.backup_bytes)}</td><td>${one.host}</td>
         <td>${live && one.state === "serving" && html`<button onClick=${() => drain(one.name)}>Drain</button>`}</td></tr>`)}</tbody></table></div>`}
     ${live && html`<div class="bar"><h2>Stacks</h2><button onClick=${look} disabled=${stacks?.busy}>${stacks?.busy ? "…" : "Where is every thread now?"}</button></div>`}
@@ -270,7 +270,7 @@ function Profiles({ run, me, name }) {
     ${(value || []).map((one) => html`<details key=${one.name}><summary>${one.steps} steps from step ${count(one.first_step)} on, of ${one.workers.join(", ")}</summary>
       <p><a href=${`/api/v1/${runPath(name)}/profiles/${one.name}`} download=${`${run.name}-${one.first_step}.trace.json.gz`}>Trace (${size(one.size_bytes)})</a> <span class="hint">opens in chrome://tracing or Perfetto</span></p>
       ${Object.entries(one.missing).map(([who, why]) => html`<p class="warn">${who}: ${why}</p>`)}
-      <div class="scroll"><table><thead><tr><th>operator</th><th>calls</th><th>by itself</th><th>in all</th></tr></thead>
+      <div class="scroll" tabindex="0"><table><thead><tr><th>operator</th><th>calls</th><th>by itself</th><th>in all</th></tr></thead>
         <tbody>${one.operators.map((row) => html`<tr><td><code>${row.name}</code></td><td class="n">${row.calls}</td><td class="n">${seconds(row.self_us / 1e6)}</td><td class="n">${seconds(row.total_us / 1e6)}</td></tr>`)}</tbody></table></div></details>`)}`;
 }
 
@@ -285,7 +285,7 @@ function Receipt({ name, status }) {
   const rest = Object.entries(receipt).filter(([key]) => !["exact", "why", "weights_sha256", "run"].includes(key));
   return html`${"exact" in receipt && html`<p class="proof ${receipt.exact === true ? "good" : ""}"><b>exact: ${EXACT.get(receipt.exact)}</b> ${receipt.why}<br />
       SHA-256 of the weights <code>${receipt.weights_sha256}</code></p>`}
-    <div class="scroll"><table class="pairs"><tbody>${rest.map(([key, one]) => html`<tr><th scope="row">${key}</th>
+    <div class="scroll" tabindex="0"><table class="pairs"><tbody>${rest.map(([key, one]) => html`<tr><th scope="row">${key}</th>
       <td>${one !== null && typeof one === "object" ? html`<pre>${JSON.stringify(one, null, 1)}</pre>` : number(one)}</td></tr>`)}</tbody></table></div>`;
 }
 
@@ -298,7 +298,7 @@ function Job({ name, query }) {
   return html`${!isFile && html`<form class="bar" onSubmit=${(e) => { e.preventDefault(); change({ with: typed.trim() }); }}><label>Difference to <input value=${typed} placeholder="another run" onInput=${(e) => setTyped(e.target.value)} /></label> <button>Show</button>
       ${other && html`<button type="button" onClick=${() => { setTyped(""); change({ with: "" }); }}>Hide</button>`}</form>`}
     <${ErrorBox} problem=${failed} />
-    ${other && diff && (rows.length ? html`<div class="scroll"><table class="diff"><thead><tr><th>field</th>${diff.runs.map((one) => html`<th><a href=${link("run", one, { tab: "job" })}>${one}</a></th>`)}</tr></thead>
+    ${other && diff && (rows.length ? html`<div class="scroll" tabindex="0"><table class="diff"><thead><tr><th>field</th>${diff.runs.map((one) => html`<th><a href=${link("run", one, { tab: "job" })}>${one}</a></th>`)}</tr></thead>
       <tbody>${rows.map((field) => html`<tr><th scope="row">${field.slice(4)}</th>${diff.fields[field].map((cell) => html`<td>${number(cell)}</td>`)}</tr>`)}</tbody></table></div>` : html`<p class="proof good">The job files say the same.</p>`)}
     <${ErrorBox} problem=${problem} />${value && html`<pre class="job" tabindex="0">${value.yaml}</pre>`}`;
 }

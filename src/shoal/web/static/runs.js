@@ -60,7 +60,7 @@ export function Runs({ query }) {
       <span class="total" aria-live="polite">${value ? `${value.total.toLocaleString("en")} runs` : "…"}</span>
     </div>
     <${ErrorBox} problem=${problem} />
-    ${isGrouped && value ? html`<${Groups} groups=${value.groups} all=${value.all_groups} />` : html`<div class="scroll"><table class="runs">
+    ${isGrouped && value ? html`<${Groups} groups=${value.groups} all=${value.all_groups} />` : html`<div class="scroll" tabindex="0"><table class="runs">
       <thead><tr><th><span class="hidden">selected</span></th>${COLUMNS.map(([name, title]) => html`<th
         aria-sort=${(name ? [name] : metrics).includes(sort.replace(/^-/, "")) ? (sort.startsWith("-") ? "descending" : "ascending") : null}>
         ${name ? sorter(name, title) : metrics.length ? html`<span class="sorters">${metrics.map((one) => sorter(one, one))}</span>` : title}</th>`)}</tr></thead>
@@ -79,7 +79,7 @@ export function Runs({ query }) {
 }
 
 function Groups({ groups, all }) {
-  return html`<div class="scroll"><table><thead><tr><th>job or search</th><th>what</th><th>runs</th><th>training</th><th>newest</th></tr></thead>
+  return html`<div class="scroll" tabindex="0"><table><thead><tr><th>job or search</th><th>what</th><th>runs</th><th>training</th><th>newest</th></tr></thead>
     <tbody>${groups.map((one) => html`<tr key=${one.kind + one.job}><td><a href=${one.kind === "search" ? link("searches", one.job) : link("runs", "", { where: `job=${one.job}` })}>${one.job}</a></td><td>${one.kind}</td>
       <td class="n">${number(one.runs)}</td><td class="n">${number(one.training)}</td><td>${when(one.newest_t)}</td></tr>`)}</tbody></table></div>
     ${all > groups.length && html`<p class="hint">The ${groups.length} largest of ${all.toLocaleString("en")}; filter for the others.</p>`}`;
