@@ -2,8 +2,9 @@
 
 import re
 
-from shoal.web.app import STATIC
 from tools.web_screenshots import DOCS, PAGES
+
+from shoal.web.app import STATIC
 
 
 def test_every_page_and_part_has_a_picture():

@@ -150,7 +150,8 @@ def _summary(values: Floats, starts: Ints) -> Summary:
     values, starts = values[starts[0] :], starts - starts[0]
     is_finite = np.isfinite(values)
     shown = values if is_finite.all() else np.where(is_finite, values, np.nan)
-    not_finite = np.add.reduceat(~is_finite, starts, dtype=np.int64)
+    lost = np.flatnonzero(~is_finite)  # summing the flags as integers would take 8 bytes for each point
+    not_finite = np.diff(np.searchsorted(lost, np.append(starts, len(values))))
     return Summary(np.fmin.reduceat(shown, starts), np.fmax.reduceat(shown, starts), not_finite)
 
 
