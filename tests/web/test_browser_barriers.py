@@ -58,6 +58,7 @@ def test_login_help_and_questions_have_no_serious_barrier(browser, past, scheme,
     page.get_by_role("button", name="Keyboard help").click()
     page.locator("aside.help").wait_for()
     found["help"] = barriers(page)
+    page.get_by_role("button", name="Keyboard help").click()  # on a phone it lies over the buttons
     page.goto(f"{past.url}/#/run/mlp-2")
     page.get_by_role("button", name="Delete").click()
     page.locator("dialog[open]").wait_for()
