@@ -46,6 +46,7 @@ PAGES = {
     "web-workers": "#/run/digits-2?tab=workers",
     "web-timeline": "#/run/digits-2?tab=timeline",
     "web-receipt": "#/run/digits-2?tab=receipt",
+    "web-logs": "#/run/digits-2?tab=logs&log=worker-0.log",
     "web-job": "#/run/digits-2?tab=job&with=digits-1",
     "web-compare": "#/compare?runs=digits-1,digits-2",
     "web-disk": "#/disk",
@@ -59,6 +60,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         runs = Path(scratch) / "runs"
         shutil.copytree(ROOT / "examples" / "digits", Path(scratch) / "job")
+        add_output(Path(scratch) / "job" / "model.py")
         train(Path(scratch) / "job", runs, kill_at=0)
         train(Path(scratch) / "job", runs, kill_at=150)
         search(Path(scratch) / "job", runs)
@@ -72,6 +74,12 @@ def main() -> None:
         finally:
             server.stop()
             thread.join()
+
+
+def add_output(code: Path) -> None:
+    """For the part Logs: the demo prints nothing."""
+    with code.open("a") as file:
+        file.write("\nprint(Net())\n")
 
 
 def train(job: Path, runs: Path, *, kill_at: int) -> None:

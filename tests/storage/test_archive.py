@@ -116,3 +116,19 @@ def test_a_driven_run_and_an_unknown_url_are_refused(paths, tmp_path):
     with pytest.raises(ShoalError) as unknown:
         archive.archive_run(paths, "nowhere://bucket")
     assert unknown.value.code == "SH681"
+
+
+@pytest.mark.parametrize("paths", [[], ["job.yaml", "job.yaml"], ["a/b", "a//b"], ["a", "a/b"]])
+def test_a_list_that_is_no_tree_is_refused(tmp_path, paths):
+    place = tmp_path / "far" / "mlp-1"
+    place.mkdir(parents=True)
+    files = [{"path": path, "size_bytes": 0, "sha256": hashlib.sha256().hexdigest()} for path in paths]
+    (place / archive.LIST).write_text(json.dumps({"run": "mlp-1", "version": 1, "files": files}))
+    for path in paths[:1]:
+        (place / path).parent.mkdir(exist_ok=True)
+        (place / path).touch()
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ShoalError) as refused:
+        archive.fetch_run(f"file://{place}", tmp_path / "runs")
+    assert refused.value.code == "SH681"
+    assert list((tmp_path / "runs").iterdir()) == []

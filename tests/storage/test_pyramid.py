@@ -1,8 +1,10 @@
 """Bins lose no extreme, whatever the range, the zoom and the order of appends."""
 
 import math
+import tracemalloc
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,3 +84,25 @@ def test_old_buckets_never_change_while_a_series_grows():
 
 def test_an_empty_series_has_no_buckets():
     assert len(Series().bins(first=0, last=10, at_most=5).steps) == 0
+
+
+@pytest.mark.parametrize("bad", [[], [7], range(0, 200_000, 3)], ids=["finite", "one NaN", "many"])
+def test_the_first_look_at_a_long_series_takes_little_memory(bad):
+    """Less than the series itself: a run of a million steps has several."""
+    points = 200_000
+    series = Series()
+    series.start_t = 1.7e9
+    series.steps.extend(range(1, points + 1))
+    series.times.extend([1.0] * points)
+    values = [0.5] * points
+    for n in bad:
+        values[n] = math.nan
+    series.values.extend(values)
+    tracemalloc.start()
+    try:
+        found = series.bins(first=0, last=points, at_most=500)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert int(found.not_finite.sum()) == len(bad)
+    assert peak_bytes < (11 if len(bad) else 4) * points + (3 * 8 * len(bad))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 ATTACKS, LIVE = "tests/web/test_attacks.py::", "tests/web/test_live_attacks.py::"
 GATE, TABLE, ACCESS, SITE = "web/gate.py", "web/table.py", "web/access.py", "web/site.py"
 APP, STREAM, SERVE, READING, ACTING = "web/app.py", "web/stream.py", "web/serve.py", "web/reading.py", "web/acting.py"
+RUN_LISTS = "web/run_lists.py"
 INSPECTING, TOKENS, LOGS = "web/inspecting.py", "jobs/queue/access_tokens.py", "storage/logs.py"
 TRASH, TAGS = "storage/trash.py", "storage/tags.py"
 IF_NO_IDENTITY = "        if identity is None:\n            if header"
@@ -194,7 +195,7 @@ DEFENCES = [
             f"{LIVE}test_a_request_that_does_not_come_is_not_waited_for"),
     Defence("23", TABLE, "async with asyncio.timeout(BODY_TIMEOUT_S):", "async with asyncio.timeout(None):",
             f"{LIVE}test_a_body_that_does_not_come_is_not_waited_for"),
-    Defence("24", READING, "limit: int = Field(100, ge=1, le=1000)\n    cursor", "limit: int = 100\n    cursor",
+    Defence("24", RUN_LISTS, "limit: int = Field(100, ge=1, le=1000)\n    cursor", "limit: int = 100\n    cursor",
             f"{ATTACKS}test_questions_are_bounded"),
     Defence("24", READING, "points: int = Field(600, ge=2, le=5000)", "points: int = 600",
             f"{ATTACKS}test_questions_are_bounded"),
@@ -245,7 +246,7 @@ DEFENCES = [
             f"{ATTACKS}test_a_token_for_some_runs_sees_no_other"),
     Defence("31", TABLE, "if not identity.sees(site.owner(paths)):", "if False:",
             f"{ATTACKS}test_a_token_for_some_runs_sees_no_other"),
-    Defence("31", READING, 'if call.identity.sees(row["run"])]', "]",
+    Defence("31", RUN_LISTS, 'if call.identity.sees(row["run"])]', "]",
             f"{ATTACKS}test_a_token_for_some_runs_sees_no_other"),
     Defence("31", ACTING, 'if not call.identity.sees(operation.run.partition("~")[0]):', "if False:",
             f"{ATTACKS}test_a_token_for_some_runs_sees_no_operation_of_others"),

@@ -37,11 +37,11 @@ def serving(runs: Path, *, listen: str = "127.0.0.1:0", tls: Path | None = None)
 
 @contextlib.contextmanager
 def training(
-    directory: Path, runs: Path, *, epochs: int = 2000, workers: str = "1..3", lanes: int = 4
+    directory: Path, runs: Path, *, epochs: int = 2000, workers: str = "1..3", lanes: int = 4, **changes: Any
 ) -> Iterator[RunPaths]:
     """`shoal run` of the demo in a process of its own; it is ended at the end."""
     shutil.copytree(EXAMPLE, directory)
-    job = dict(yaml.safe_load((directory / "job.yaml").read_text())) | {"epochs": epochs, "lanes": lanes}
+    job = dict(yaml.safe_load((directory / "job.yaml").read_text())) | {"epochs": epochs, "lanes": lanes, **changes}
     (directory / "job.yaml").write_text(yaml.safe_dump(job))
     words = [sys.executable, "-m", "shoal", "run", "job.yaml", "--runs", str(runs), "--workers", workers, "--quiet"]
     driver = subprocess.Popen(

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -314,28 +312,6 @@ def test_a_live_run_is_seen_and_steered(browser, tmp_path):
         page.get_by_text(re.compile("stopped; saved at step")).wait_for()
         assert read_receipt_file(paths.receipt).found is None
         assert one.failures == []
-
-
-AXE = Path(sys.prefix) / "axe.min.js"
-RUN_AXE = "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']})"
-
-
-@pytest.mark.skipif(not AXE.is_file(), reason="there is no axe-core")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_page_has_a_serious_barrier(browser, past, scheme):
-    page = Page(browser, viewport={"width": 1280, "height": 900}, color_scheme=scheme).log_in(past)
-    page.get_by_role("link", name="mlp-1").wait_for()
-    addresses = [*ADDRESSES, *(f"#/run/mlp-1?tab={tab.lower()}" for tab in TABS)]
-    found = {}
-    for address in addresses:
-        page.goto(f"{past.url}/{address}")
-        page.locator("h1").first.wait_for()
-        page.locator("#part > *" if "run/" in address else "main table, main .empty").first.wait_for()
-        page.evaluate(AXE.read_text())
-        for one in page.evaluate(RUN_AXE)["violations"]:
-            if one["impact"] in ("serious", "critical"):
-                found[address, one["id"]] = [node["html"][:200] for node in one["nodes"][:3]]
-    assert found == {}
 
 
 def test_a_file_opens_from_disk(browser, tmp_path):

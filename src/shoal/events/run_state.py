@@ -13,7 +13,7 @@ from shoal.events.checks import Number, make_check
 from shoal.events.event import Event, kind_name
 from shoal.events.state_parts import Curve, LostResidual, Pace, RunFacts, ServerSummary, WorkerSummary
 
-FOLD_VERSION = 6
+FOLD_VERSION = 7
 """Increased when the same events give a different state than before. Snapshots of an earlier version are ignored."""
 MAX_NOTES = 256
 TIME_FIELDS = ("data_s", "compute_s", "exchange_s", "waiting_s", "saving_s", "evaluation_s", "recovery_s")
@@ -255,6 +255,8 @@ def _layout(state: RunState, event: Event, layout: schema.LayoutEvent) -> None:
 @_folds(schema.JoinedEvent)
 def _joined(state: RunState, event: Event, joined: schema.JoinedEvent) -> None:
     worker = state.worker(event.who)
+    if worker.lanes != list(joined.lanes):
+        worker.forget_work()
     worker.lanes, worker.state, worker.step = list(joined.lanes), "training", event.step or 0
     worker.is_saver = joined.saves
     worker.seen_at(event.t)
@@ -302,6 +304,7 @@ def _step(state: RunState, event: Event, row: schema.StepEvent) -> None:
     worker.steps += row.steps
     worker.samples += row.samples
     worker.work_s += row.data_s + row.compute_s
+    worker.add_work(event.t, steps=row.steps, work_s=row.data_s + row.compute_s)
     state.samples_computed += row.samples
     state.bytes_sent += row.bytes_sent
     state.bytes_plain += row.bytes_sent if row.bytes_plain is None else row.bytes_plain

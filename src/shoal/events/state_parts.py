@@ -14,6 +14,10 @@ MIN_PACE_S = 1.0
 MIN_MEMORY_S = 60.0
 MEMORY_SHARE = 0.25
 """A pace forgets over this share of the time that it has seen, or over a minute."""
+RECENT_S, RECENT_STEPS = 60.0, 50
+"""After so many seconds and steps the work of a worker counts half."""
+MIN_RECENT_STEPS = 20
+"""Steps of a worker before it is compared with the others."""
 KEPT_PACE_S = 5.0
 """What an earlier pace still weighs after the number of workers has changed."""
 
@@ -41,6 +45,26 @@ class WorkerSummary:
     """How long it loaded a checkpoint before it joined."""
     usage: dict[str, Number] = field(default_factory=dict)
     """The numbers of its last `usage` event."""
+    recent_steps: float = 0.0
+    recent_work_s: float = 0.0
+    recent_t: float = 0.0
+    """Steps and work of late, and the time of the last row; see `add_work`."""
+
+    def add_work(self, t: float, *, steps: int, work_s: float) -> None:
+        """A row of steps. What is older counts half after a minute or 50 steps, whichever is longer."""
+        age = min(max(t - self.recent_t, 0.0) / RECENT_S, steps / RECENT_STEPS)
+        kept = 0.5**age
+        self.recent_steps, self.recent_work_s = kept * self.recent_steps + steps, kept * self.recent_work_s + work_s
+        self.recent_t = t
+
+    def forget_work(self) -> None:
+        """It has other lanes now."""
+        self.recent_steps = self.recent_work_s = 0.0
+
+    @property
+    def step_work_s(self) -> float | None:
+        """Seconds of work for a step of late; None while too few are known."""
+        return self.recent_work_s / self.recent_steps if self.recent_steps >= MIN_RECENT_STEPS else None
 
     @property
     def lifetime_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import stat
@@ -50,7 +51,7 @@ def reserve(name: str, runs: Path) -> RunPaths:
     check_runs(runs)
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        number = 1 + max((_run_number(p.name, name) for p in runs.iterdir()), default=0)
+        number = 1 + max((_run_number(one, name) for one in _used_names(runs)), default=0)
         while True:
             try:
                 (runs / f"{name}-{number}").mkdir()
@@ -59,6 +60,23 @@ def reserve(name: str, runs: Path) -> RunPaths:
                 number += 1
     except OSError as failure:
         raise error("SH605", f"{runs}: {failure.strerror}", where=str(runs)) from failure
+
+
+def _used_names(runs: Path) -> Iterator[str]:
+    """Also those of deleted runs, which may come back, and of runs that left only their tags."""
+    yield from (path.name for path in runs.iterdir())
+    for file in (runs / ".trash").glob("*/entry.json"):
+        yield str(_fields_of(file).get("run"))
+    yield from _fields_of(runs / ".tags.json")
+
+
+def _fields_of(file: Path) -> dict[str, Any]:
+    """Of a file in JSON; none if it is damaged."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _run_number(directory: str, name: str) -> int:

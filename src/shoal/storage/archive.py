@@ -50,6 +50,13 @@ class ArchiveList(Spec):
     files: list[ArchivedFile]
 
     @property
+    def is_tree(self) -> bool:
+        """Whether it has files, each once, and none below another."""
+        paths = {PurePosixPath(one.path) for one in self.files}
+        is_below = any(parent in paths for path in paths for parent in path.parents)
+        return 0 < len(self.files) == len(paths) and not is_below and all(one.is_inside for one in self.files)
+
+    @property
     def size_bytes(self) -> int:
         return sum(one.size_bytes for one in self.files)
 
@@ -87,7 +94,7 @@ def fetch_run(url: str, runs: Path) -> RunPaths:
     found = place.read_list(required=True)
     assert found is not None
     target = runs.resolve() / name
-    if found.run != name or name.startswith(".") or not all(one.is_inside for one in found.files):
+    if found.run != name or name.startswith(".") or not found.is_tree:
         raise error("SH681", "its list of files is damaged", where=place.where)
     if target.exists() or target.is_symlink():
         raise error("SH681", f"{target} exists", where=place.where, fix="Move it away, then fetch.")

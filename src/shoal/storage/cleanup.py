@@ -88,7 +88,8 @@ _is_items: Callable[[Any], bool] = make_check(list[PlanItem])
 def make_plan(runs: Path, rules: CleanupRules) -> list[PlanItem]:
     tags = require_tags(runs)
     rows = {row["run"]: row for row in run_index.list_summaries(runs)}
-    found = [paths for paths in run_dir.list_runs(runs) if paths.root.parent == runs.resolve()]
+    here = [paths for paths in run_dir.list_runs(runs) if paths.root.parent == runs.resolve()]
+    found = [paths for paths in here if paths.name in rows]  # another one began after the rows were read
     protected = {name for name, own in tags.items() if own}
     for own in _by_job(found):
         protected |= {paths.name for paths in own[max(0, len(own) - rules.keep_newest) :]}
@@ -102,7 +103,7 @@ def _by_job(found: Sequence[RunPaths]) -> list[list[RunPaths]]:
     """`found` is ordered, the oldest first, and so is each list."""
     by_job: dict[str, list[RunPaths]] = {}
     for paths in found:
-        by_job.setdefault(paths.name.rpartition("-")[0], []).append(paths)
+        by_job.setdefault(paths.name.rpartition("-")[0] or paths.name, []).append(paths)
     return list(by_job.values())
 
 

@@ -27,7 +27,7 @@ from shoal.spec.run_paths import RunPaths
 from shoal.storage.pyramid import Series
 from shoal.storage.timeline import TimelineFields, WorkerTimeline
 
-VERSION = 3
+VERSION = 4
 MAX_MARKS = 2000
 MIN_NEW_BYTES = 1 << 20
 """Bytes that a reader must have folded before it writes the file again."""
@@ -68,6 +68,7 @@ class HistoryHeader(TypedDict):
     series: dict[str, SeriesFields]
     timeline: TimelineFields
     marks: list[Mark]
+    left_out: Count
     savers: dict[str, bool]
     speeds: dict[str, float]
     step: Count
@@ -88,6 +89,7 @@ class RunHistory:
         self.series: defaultdict[str, Series] = defaultdict(Series)
         self.timeline = WorkerTimeline()
         self.marks: list[Mark] = []
+        self.left_out = 0
         self.step = 0
         self._savers: dict[str, bool] = {}
         self._speeds: dict[str, float] = {}
@@ -98,7 +100,11 @@ class RunHistory:
     @property
     def size_bytes(self) -> int:
         """About the memory that it takes."""
-        return 40 * sum(map(len, self.series.values())) + (1 << 16)
+        return 40 * sum(map(len, list(self.series.values()))) + (1 << 16)  # another thread may add a series now
+
+    @property
+    def started_t(self) -> float | None:
+        return self.marks[0]["t"] if self.marks else None
 
     @property
     def offset(self) -> int:
@@ -165,9 +171,10 @@ class RunHistory:
         carries = {name: list(lanes) for name, lanes in event.get("carries", {}).items()}
         step = self.step if event.step is None else event.step
         self.marks.append({"t": event.t, "step": step, "kind": event.kind, "who": who, "carries": carries})
-        if len(self.marks) > MAX_MARKS:
-            saved = next((n for n, mark in enumerate(self.marks) if mark["kind"] == "saved"), 0)
+        if len(self.marks) > MAX_MARKS:  # the first stays: times are counted from it
+            saved = next((n for n, mark in enumerate(self.marks) if n and mark["kind"] == "saved"), 1)
             del self.marks[saved]  # saves are the most frequent and the least missed
+            self.left_out += 1
 
     # ---- the file ----
 
@@ -213,6 +220,7 @@ class RunHistory:
             "series": {name: {"points": len(one), "start_t": one.start_t} for name, one in self.series.items()},
             "timeline": self.timeline.to_fields(),
             "marks": self.marks,
+            "left_out": self.left_out,
             "savers": self._savers,
             "speeds": self._speeds,
             "step": self.step,
@@ -231,7 +239,8 @@ class RunHistory:
 
     def _take(self, header: HistoryHeader, series: dict[str, Series]) -> None:
         self.timeline = WorkerTimeline.from_fields(header["timeline"])
-        self.series, self.marks = defaultdict(Series, series), header["marks"]
+        self.series = defaultdict(Series, series)
+        self.marks, self.left_out = header["marks"], header["left_out"]
         self._savers, self._speeds, self.step = header["savers"], header["speeds"], header["step"]
         self._reader = EventReader(self._paths.events, offset=header["offset"])
         self._saved_offset = header["offset"]

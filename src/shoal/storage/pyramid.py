@@ -150,7 +150,8 @@ def _summary(values: Floats, starts: Ints) -> Summary:
     values, starts = values[starts[0] :], starts - starts[0]
     is_finite = np.isfinite(values)
     shown = values if is_finite.all() else np.where(is_finite, values, np.nan)
-    not_finite = np.add.reduceat(~is_finite, starts, dtype=np.int64)
+    lost = np.flatnonzero(~is_finite)  # summing the flags as integers would take 8 bytes for each point
+    not_finite = np.diff(np.searchsorted(lost, np.append(starts, len(values))))
     return Summary(np.fmin.reduceat(shown, starts), np.fmax.reduceat(shown, starts), not_finite)
 
 
@@ -158,9 +159,21 @@ def _joined(parts: tuple[Summary, ...]) -> Summary:
     return Summary(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
-def first_difference(one: tuple[Ints, Floats], other: tuple[Ints, Floats]) -> int | None:
-    """The first step that both have with different values; None if there is none. NaN is equal to NaN."""
+class Parting(NamedTuple):
+    """The values part after the step `after`, and at the latest at the step `at`. `after` is 0 if no earlier step is
+    in both."""
+
+    after: int
+    at: int
+
+
+def first_difference(one: tuple[Ints, Floats], other: tuple[Ints, Floats]) -> Parting | None:
+    """Where two series part, as far as the steps tell that both have: a point may stand for several steps. None if
+    they do not. NaN is equal to NaN."""
     steps, mine, yours = np.intersect1d(one[0], other[0], return_indices=True)
     a, b = one[1][mine], other[1][yours]
-    parted = steps[(a != b) & ~(np.isnan(a) & np.isnan(b))]
-    return int(parted[0]) if len(parted) else None
+    parted = np.flatnonzero((a != b) & ~(np.isnan(a) & np.isnan(b)))
+    if not len(parted):
+        return None
+    first = int(parted[0])
+    return Parting(after=int(steps[first - 1]) if first else 0, at=int(steps[first]))

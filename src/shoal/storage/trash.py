@@ -19,6 +19,7 @@ from shoal.fleet.orphans import find_orphans
 from shoal.jobs import run_dir
 from shoal.spec.run_paths import RunPaths
 from shoal.storage.disk_usage import directory_bytes
+from shoal.storage.tags import change_tags, read_tags
 
 TRASH = ".trash"
 ENTRY_FILE = "entry.json"
@@ -28,12 +29,13 @@ _NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{8}")
 
 
 class TrashFields(TypedDict):
-    """`part`: '' for a whole run, or `checkpoints`."""
+    """`part`: '' for a whole run, or `checkpoints`. `tags` are those of a whole run, and come back with it."""
 
     run: str
     part: str
     t: float
     size_bytes: Count
+    tags: list[str]
 
 
 class TrashEntry(NamedTuple):
@@ -53,6 +55,7 @@ def move_to_trash(paths: RunPaths, runs: Path, *, part: str = "") -> TrashEntry:
         directory = runs.resolve() / TRASH / name
         fields: TrashFields = {
             "run": paths.name, "part": part, "t": time.time(), "size_bytes": directory_bytes(source).freed_bytes,
+            "tags": [] if part else read_tags(runs).get(paths.name, []),
         }  # fmt: skip
         try:
             directory.mkdir(parents=True, mode=0o700)
@@ -64,6 +67,7 @@ def move_to_trash(paths: RunPaths, runs: Path, *, part: str = "") -> TrashEntry:
             message, where = "the disk is full: the trash has no room for an entry", str(paths.root)
             raise error("SH510", message, where=where, fix=_MAKE_ROOM.format(name=paths.name)) from failure
         os.rename(source, directory / "content")
+        _forget_tags(runs, paths.name, fields["tags"])
     return TrashEntry(name, fields, directory)
 
 
@@ -76,7 +80,18 @@ def delete_for_good(paths: RunPaths, runs: Path, *, part: str = "") -> int:
             if one.is_dir() and not one.is_symlink():
                 shutil.rmtree(one)
         shutil.rmtree(source)
+        _forget_tags(runs, paths.name, [] if part else read_tags(runs).get(paths.name, []))
     return freed
+
+
+def _forget_tags(runs: Path, name: str, tags: list[str]) -> None:
+    """They go with the run, unless the disk is too full for that: then they stay, and the run is gone all the same."""
+    try:
+        if tags:
+            change_tags(runs, name, remove=tags)
+    except OSError as failure:
+        if not is_disk_full(failure):
+            raise
 
 
 @contextlib.contextmanager
@@ -125,6 +140,8 @@ def _read_fields(directory: Path) -> TrashFields | None:
         fields = json.loads((directory / ENTRY_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
+    if isinstance(fields, dict):
+        fields.setdefault("tags", [])  # those of earlier versions have none
     is_name = _is_fields(fields) and fields["part"] in PARTS and Path(fields["run"]).name == fields["run"]
     return fields if is_name and fields["run"] not in ("", ".", "..") else None
 
@@ -146,6 +163,8 @@ def restore(runs: Path, name: str) -> TrashEntry:
     if not target.parent.is_dir():
         raise error("SH671", f"there is no run {target.parent.name}", where=entry.name, fix="Restore the run first.")
     os.rename(entry.directory / "content", target)
+    if entry.fields["tags"]:
+        change_tags(runs, entry.fields["run"], add=entry.fields["tags"])
     shutil.rmtree(entry.directory)
     return entry
 

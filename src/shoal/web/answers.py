@@ -30,8 +30,10 @@ class RunRow(Answer):
 
 
 class RunGroup(Answer):
-    """Runs of one job: how many, and how many of them train."""
+    """Runs of one job: how many, and how many of them train. `kind`: `job`, or `search`: then `job` is its name, its
+    runs are its trials, and `training` is 1 while it goes on."""
 
+    kind: str
     job: str
     runs: int
     training: int
@@ -39,10 +41,12 @@ class RunGroup(Answer):
 
 
 class RunList(Answer):
-    """`total`: how many match; `cursor`: what to ask with for the next rows, or null."""
+    """`total`: how many match; `cursor`: what to ask with for the next rows, or null. `groups` are the largest of
+    `all_groups`."""
 
     rows: list[RunRow]
     groups: list[RunGroup]
+    all_groups: int
     total: int
     cursor: str | None
 
@@ -138,12 +142,15 @@ class EventsPage(Answer):
 
 
 class TimelinePage(Answer):
-    """Seconds by worker and kind in parts of `width_s` from `start_t` on; `marks`: what happened to the run."""
+    """Seconds by worker and kind in parts of `width_s` from `start_t` on. `marks`: what happened to the run, which
+    began at `started_t`; `left_out`: so many more are not kept."""
 
+    started_t: float | None
     start_t: float | None
     width_s: float
     workers: dict[str, dict[str, list[float]]]
     marks: list[dict[str, Any]]
+    left_out: int
 
 
 class LogRow(Answer):
@@ -187,12 +194,14 @@ class JobText(Answer):
 
 class Comparison(Answer):
     """Fields of jobs and results, one value per run. `same_bits`: whether all runs have the same weights; null if one
-    of them has none yet. `part_at`: for two runs, the first step whose losses differ."""
+    of them has none yet. For two runs whose losses differ: they part after the step `part_after`, at the latest at the
+    step `part_at`. Between them no step is reported by both."""
 
     runs: list[str]
     fields: dict[str, list[bool | int | float | str | None]]
     differs: list[str]
     same_bits: bool | None
+    part_after: int | None
     part_at: int | None
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -22,7 +21,7 @@ from shoal.jobs import run_dir, run_index
 from shoal.plan.stragglers import slowest_worker
 from shoal.spec.alerts.config import hide_webhooks
 from shoal.spec.base import Spec
-from shoal.spec.receipt import read_receipt_file
+from shoal.spec.receipt import FoldsReceipt, read_receipt_file
 from shoal.spec.run_paths import RunPaths
 from shoal.storage import logs
 from shoal.storage.disk_usage import all_usage
@@ -30,24 +29,16 @@ from shoal.storage.tags import read_tags
 from shoal.storage.trash import list_trash
 from shoal.terminal import notes, plan_lines
 from shoal.web import answers
-from shoal.web.run_filter import select_rows
 from shoal.web.table import Call
 
 if TYPE_CHECKING:  # they load numpy, which the start of the server does without
     from shoal.storage.history import RunHistory
-    from shoal.storage.pyramid import Bins, Series
+    from shoal.storage.pyramid import Bins, Parting, Series
 
 MAX_NOTES_SHOWN = 100
 MAX_COMPARED = 100
 MAX_JOB_BYTES = 1 << 20
 SEARCH_S = 10.0
-
-
-class ListQuery(Spec):
-    where: str = Field("", max_length=500)
-    sort: str = Field("-started_t", max_length=100)
-    limit: int = Field(100, ge=1, le=1000)
-    cursor: int = Field(0, ge=0)
 
 
 class SeriesQuery(Spec):
@@ -107,34 +98,6 @@ def me(call: Call) -> answers.IdentityAnswer:
     )
 
 
-def list_runs(call: Call) -> answers.RunList:
-    query: ListQuery = call.query
-    visible = [row for row in call.site.rows() if call.identity.sees(row["run"])]
-    found = select_rows(visible, where=query.where, sort=query.sort)
-    shown = found[query.cursor : query.cursor + query.limit]
-    after = query.cursor + query.limit
-    rows = [answers.RunRow(**{name: row[name] for name in answers.RunRow.model_fields}) for row in shown]
-    cursor = str(after) if after < len(found) else None
-    return answers.RunList(rows=rows, groups=_groups(found), total=len(found), cursor=cursor)
-
-
-def _groups(rows: Sequence[Mapping[str, Any]]) -> list[answers.RunGroup]:
-    """The jobs with most runs first."""
-    by_job: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        by_job.setdefault(row["job"], []).append(row)
-    found = [
-        answers.RunGroup(
-            job=job,
-            runs=len(own),
-            training=sum(row["status"] in ("training", "starting") for row in own),
-            newest_t=max((row["started_t"] for row in own if row["started_t"] is not None), default=None),
-        )
-        for job, own in by_job.items()
-    ]
-    return sorted(found, key=lambda group: -group.runs)[:200]
-
-
 def show_run(call: Call) -> answers.RunPage:
     paths = call.paths
     offset = 0
@@ -148,7 +111,7 @@ def make_run_page(paths: RunPaths, state: RunState, *, run: str, tags: list[str]
     return answers.RunPage(
         run=run,
         name=paths.name,
-        status=run_dir.current_status(state.status, paths),
+        status=_status(state, paths),
         step=state.step,
         steps=state.steps_total,
         epoch=state.epoch,
@@ -162,7 +125,7 @@ def make_run_page(paths: RunPaths, state: RunState, *, run: str, tags: list[str]
         workers=_workers(state),
         peak_workers=state.peak_workers,
         servers=[_server(one) for one in state.servers.values()],
-        folds=[f"{paths.name}~{one.name}" for one in paths.folds],
+        folds=[f"{run}~{one.name}" for one in paths.folds],
         notes=notes.note_lines(state)[-MAX_NOTES_SHOWN:],
         error=state.error,
         plan=plan_lines.plan_lines(state),
@@ -177,6 +140,13 @@ def make_run_page(paths: RunPaths, state: RunState, *, run: str, tags: list[str]
         packed=not paths.events.exists() and packed_path(paths.events).exists(),
         offset=offset,
     )
+
+
+def _status(state: RunState, paths: RunPaths) -> str:
+    """A search makes no steps of its own: its journal says how it is."""
+    if paths.search_journal.is_file():
+        return str(run_index.list_row(paths)["status"])
+    return run_dir.current_status(state.status, paths)
 
 
 def _workers(state: RunState) -> list[answers.WorkerRow]:
@@ -199,8 +169,8 @@ def _workers(state: RunState) -> list[answers.WorkerRow]:
 
 
 def _slowest(state: RunState) -> dict[str, float]:
-    """Of the workers that train: the slowest, and how much less time the others need."""
-    found = slowest_worker({one.name: one.work_s / one.steps for one in state.training_workers if one.steps})
+    """Of the workers that train: the slowest of late, and how much less time the others need."""
+    found = slowest_worker({one.name: one.step_work_s or 0.0 for one in state.training_workers})
     return {} if found is None else {found[0]: found[1]}
 
 
@@ -269,7 +239,14 @@ def show_timeline(call: Call) -> answers.TimelinePage:
 def make_timeline(history: RunHistory, *, bins: int) -> answers.TimelinePage:
     width_s, columns = history.timeline.columns(bins=bins)
     marks: list[dict[str, Any]] = [dict(mark) for mark in history.marks]
-    return answers.TimelinePage(start_t=history.timeline.start_t, width_s=width_s, workers=columns, marks=marks)
+    return answers.TimelinePage(
+        started_t=history.started_t,
+        start_t=history.timeline.start_t,
+        width_s=width_s,
+        workers=columns,
+        marks=marks,
+        left_out=history.left_out,
+    )
 
 
 def list_logs(call: Call) -> list[answers.LogRow]:
@@ -328,10 +305,29 @@ def _compare(call: Call, names: list[str]) -> answers.Comparison:
     keys = list(dict.fromkeys(key for column in columns for key in column))
     fields = {key: [_plain(column.get(key)) for column in columns] for key in keys}
     differs = [key for key, values in fields.items() if any(one != values[0] for one in values)]
-    weights = [call.site.state(paths).result.get("weights_sha256") for paths in every]
+    weights = [_weights(call, paths) for paths in every]
     same = None if not all(weights) else len(set(weights)) == 1
-    part_at = _first_difference(call, *every) if len(every) == 2 and same is not True else None
-    return answers.Comparison(runs=names, fields=fields, differs=differs, same_bits=same, part_at=part_at)
+    part = _first_difference(call, *every) if len(every) == 2 and same is not True else None
+    return answers.Comparison(
+        runs=names,
+        fields=fields,
+        differs=differs,
+        same_bits=same,
+        part_after=part and part.after,
+        part_at=part and part.at,
+    )
+
+
+def _weights(call: Call, paths: RunPaths) -> tuple[str, ...]:
+    """The SHA-256 of the weights of a run, or of all folds of one; nothing if there are none yet."""
+    if paths.search_journal.is_file():
+        weights = run_index.run_summary(paths)["weights_sha256"]
+        return (weights,) if weights else ()
+    found = read_receipt_file(paths.receipt).found
+    if isinstance(found, FoldsReceipt):
+        return tuple(one.weights_sha256 for one in found.folds)
+    own = call.site.state(paths).result.get("weights_sha256")
+    return (own,) if own else ()
 
 
 def _plain(value: Any) -> float | str | bool | None:
@@ -340,8 +336,8 @@ def _plain(value: Any) -> float | str | bool | None:
     return hide_webhooks(str(value))
 
 
-def _first_difference(call: Call, one: RunPaths, other: RunPaths) -> int | None:
-    """The first step that both report with different losses; None if there is none."""
+def _first_difference(call: Call, one: RunPaths, other: RunPaths) -> Parting | None:
+    """Where their losses part; None if they do not."""
     from shoal.storage.pyramid import Series, first_difference
 
     with call.site.histories.use(one) as history:

@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.spec.base import Spec
 from shoal.web import acting, answers, compressions, inspecting, open_metrics, queueing, reading, searches, work_answers
+from shoal.web.run_lists import ListQuery, RunLists
 from shoal.web.stream import StreamQuery, Streams
 from shoal.web.table import ApiRoute, NoInput
 
@@ -35,8 +36,8 @@ def _reading_routes(streams: Streams) -> list[ApiRoute]:
     sse, text = "text/event-stream", open_metrics.MEDIA_TYPE
     return [
         _get("/api/v1/me", "Who asks, and what that may do", reading.me, answers.IdentityAnswer),
-        _get("/api/v1/runs", "Runs: filtered, sorted, some at a time", reading.list_runs, answers.RunList,
-             reading.ListQuery),
+        _get("/api/v1/runs", "Runs: filtered, sorted, some at a time", RunLists().list_runs, answers.RunList,
+             ListQuery),
         _get("/api/v1/compare", "Runs side by side", reading.compare_runs, answers.Comparison, reading.CompareQuery),
         _get("/api/v1/stream", "New events of runs as they come", streams.open_stream, str, StreamQuery,
              media_type=sse),

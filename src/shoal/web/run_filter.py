@@ -2,7 +2,8 @@
 
     mlp status=training step>=100 accuracy>0.9 tags=best job!=old
 
-A bare word must occur in the run's name. `name=word` compares texts or numbers; `~` means that the text contains it.
+A bare word must occur in the run's name. `name=word` compares texts or numbers; `~` means that the text contains it, or
+that of one of the tags.
 Names are those of the row's fields, or of its metrics.
 """
 
@@ -16,7 +17,9 @@ from typing import Any
 from shoal.errors import error
 
 MAX_WORDS = 20
-FIELDS = ("run", "job", "status", "step", "steps", "started_t", "weights_sha256", "tags", "damage")
+NUMBERS = ("step", "steps", "started_t")
+TEXTS = ("run", "job", "status", "weights_sha256", "tags", "damage")
+FIELDS = (*NUMBERS, *TEXTS)
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge, "<=": operator.le, "!=": operator.ne, "=": operator.eq, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
@@ -30,10 +33,11 @@ class Condition:
 
     def holds(self, row: Mapping[str, Any]) -> bool:
         found = _value(row, self.name)
+        if self.sign == "~":
+            texts = found if isinstance(found, list) else [str(found)]
+            return any(self.value.casefold() in text.casefold() for text in texts)
         if isinstance(found, list):
             return (self.value in found) is (self.sign != "!=")
-        if self.sign == "~":
-            return self.value.casefold() in str(found).casefold()
         if isinstance(found, str) or found is None:
             return self.sign in ("=", "!=") and _COMPARE[self.sign]("" if found is None else found, self.value)
         try:
@@ -60,7 +64,20 @@ def _condition(word: str) -> Condition:
         raise error(
             "SH609", f"'{word[:50]}' has no value", where="where", fix="Write name=value, name>number, name~text."
         )
+    if sign in ("<", "<=", ">", ">=") and (name in TEXTS or not _is_number(value)):
+        what = f"'{name[:50]}' is a text" if name in TEXTS else f"'{value[:50]}' is not a number"
+        raise error("SH609", what, where="where", fix=f"Write {name[:50]}{'~text' if name in TEXTS else sign + '0.9'}.")
+    if sign != "~" and name in NUMBERS and not _is_number(value):
+        raise error("SH609", f"'{value[:50]}' is not a number", where="where", fix=f"Write {name}{sign}100.")
     return Condition(name, sign, value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _value(row: Mapping[str, Any], name: str) -> Any:

@@ -4,6 +4,7 @@ operations that are going on. Everything here can be read again from the files."
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
@@ -37,7 +38,9 @@ MAX_SEARCHES = 16
 MAX_HISTORY_BYTES = 128 << 20
 MANY_NEW_RUNS = 200
 UNFINISHED = ("created", "starting", "training", "unreadable")
+GOES_ON = (*UNFINISHED, "search searching", "search stopped")
 LIST_LIFETIME_S = 1.0
+LOOKS = 100
 OPERATION_WAIT_S = 2.0
 CLOSE_S = 0.25
 MAX_OPERATIONS = 1000
@@ -102,43 +105,62 @@ class FollowedState:
 
 
 class FollowedSummaries:
-    """The rows of all runs. A run that has ended is read again only when its stream changes: the next look costs one
-    `stat` for each run. Directories that are links are left out. Belongs to one thread at a time."""
+    """The rows of all runs. A run that has ended is read again only when its stream changes, and its stream is looked
+    at only so often that the looking takes a hundredth of the time. Directories that are links are left out. Belongs
+    to one thread at a time."""
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
         self._known: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._look_at_s = -math.inf
+        """When the streams of runs that have ended are looked at again."""
 
-    def read(self) -> list[dict[str, Any]]:
-        present = self._present()
-        old = {name for name, stream in present.items() if self._is_current(name, stream)}
-        new = present.keys() - old
+    def read(self, *, every: bool = False) -> list[dict[str, Any]]:
+        """The same list as before if nothing has changed. `every`: look at all streams now."""
+        began_s = time.monotonic()
+        is_due = every or began_s >= self._look_at_s
+        names, looked_at = self._look(every=is_due)
+        if is_due:
+            self._look_at_s = began_s + (1 + LOOKS) * (time.monotonic() - began_s)
+        new = {name: stream for name, stream in looked_at.items() if not self._is_current(name, stream)}
         if len(new) > MANY_NEW_RUNS:  # with the index of `shoal runs`
             found = {row["run"]: row for row in run_index.list_summaries(self._runs) if row["run"] in new}
         else:
             paths = (RunPaths(self._runs / name) for name in new)
             found = {one.name: run_index.list_row(one) for one in paths if _is_file(one.job)}
-        kept = {name: self._known[name] for name in old}
-        self._known = kept | {name: (present[name], row) for name, row in found.items()}
-        return [row for _, row in self._known.values()]
+        before = self._known
+        kept = {name: one for name, one in before.items() if name in names and name not in new}
+        self._known = kept | {name: (new[name], row) for name, row in found.items()}
+        if before.keys() != self._known.keys() or any(before[name][1] != row for name, row in found.items()):
+            self._rows = [row for _, row in self._known.values()]
+        return self._rows
 
     def _is_current(self, name: str, stream: tuple[int, ...]) -> bool:
         known = self._known.get(name)
         return known is not None and known[0] == stream and known[1]["status"] not in UNFINISHED
 
-    def _present(self) -> dict[str, tuple[int, ...]]:
-        """Size, time of change and inode of each run's stream; nothing for a run that has none yet."""
-        found: dict[str, tuple[int, ...]] = {}
+    def _look(self, *, every: bool) -> tuple[set[str], dict[str, tuple[int, ...]]]:
+        """The names of all directories, and the streams of all, or of those that are new or have not ended."""
+        names, looked_at = set(), {}
         with os.scandir(self._runs) as entries:
             for entry in entries:
-                if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
-                    continue
-                try:
-                    stream = stat_content(f"{entry.path}/events.jsonl")
-                    found[entry.name] = stream.st_size, stream.st_mtime_ns, stream.st_ino
-                except OSError:
-                    found[entry.name] = ()
-        return found
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                    names.add(entry.name)
+                    known = self._known.get(entry.name)
+                    if every or known is None or known[1]["status"] in GOES_ON:
+                        looked_at[entry.name] = _stream_of(entry.path)
+        return names, looked_at
+
+
+def _stream_of(run: str) -> tuple[int, ...]:
+    """Size, time of change and inode of a run's stream, or of a search's journal; nothing if there is none yet."""
+    for file in ("events.jsonl", "search.jsonl"):
+        with contextlib.suppress(OSError):
+            stream = stat_content(f"{run}/{file}")
+            driven = file == "search.jsonl" and run_dir.is_driven(RunPaths(Path(run)))
+            return stream.st_size, stream.st_mtime_ns, stream.st_ino, driven
+    return ()
 
 
 @dataclass
@@ -170,7 +192,8 @@ class Site:
         self._pool = ThreadPoolExecutor(64, thread_name_prefix="operation")
         self._list_lock = threading.Lock()
         self._summaries = FollowedSummaries(self.runs)
-        self._listed: tuple[float, list[dict[str, Any]]] = (-1e9, [])
+        self._listed: tuple[float, list[dict[str, Any]]] = (-math.inf, [])
+        self._made_of: tuple[list[dict[str, Any]], dict[str, list[str]]] = ([], {})
         self._disk = DiskForecast()
         threading.Thread(target=self._sample_disk, name="disk", daemon=True).start()
 
@@ -200,21 +223,19 @@ class Site:
         return paths.root.relative_to(self.runs).parts[0]
 
     def rows(self, *, fresh: bool = False) -> list[dict[str, Any]]:
-        """The rows of the list, at most a second old, with tags."""
+        """The rows of the list, at most a second old, with tags; the same list as before if nothing has changed."""
         with self._list_lock:
             at, rows = self._listed
             if fresh or time.monotonic() - at > LIST_LIFETIME_S:
-                tags = read_tags(self.runs)
-                rows = [
-                    {**row, "job": row["run"].rpartition("-")[0] or row["run"], "tags": tags.get(row["run"], [])}
-                    for row in self._summaries.read()
-                ]
-                self._listed = time.monotonic(), rows
+                made_of = self._summaries.read(every=fresh or at == -math.inf), read_tags(self.runs)
+                if made_of[0] is not self._made_of[0] or made_of[1] != self._made_of[1]:
+                    rows = [_listed_row(row, made_of[1].get(row["run"], [])) for row in made_of[0]]
+                self._listed, self._made_of = (time.monotonic(), rows), made_of
             return rows
 
     def forget_rows(self) -> None:
         with self._list_lock:
-            self._listed = (-1e9, [])
+            self._listed = (-math.inf, self._listed[1])
 
     def state(self, paths: RunPaths) -> RunState:
         with self.states.use(paths) as one, run_dir.readable(paths):
@@ -248,6 +269,10 @@ class Site:
         self.stopping.set()
         wait([one.future for one in self._operations.values()], timeout=CLOSE_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _listed_row(row: dict[str, Any], tags: list[str]) -> dict[str, Any]:
+    return {**row, "job": row["run"].rpartition("-")[0] or row["run"], "tags": tags}
 
 
 def _open_history(paths: RunPaths) -> RunHistory:

@@ -38,7 +38,7 @@ MAX_RUNS = 100
 class StreamQuery(Spec):
     """`runs`: names, with commas between; `after`: bytes that are known already, for one run or for each."""
 
-    runs: str = Field(min_length=1, max_length=4000)
+    runs: str = Field(min_length=1, max_length=8000)
     after: str = Field("", max_length=2000)
 
 

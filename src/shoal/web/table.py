@@ -239,12 +239,20 @@ def _query_fields(request: Request, model: type[Spec]) -> dict[str, Any]:
 
 
 def json_response(request: Request, value: Any, *, status: int = 200) -> Response:
-    """JSON, compressed if the client takes that. NaN and infinity, which JSON lacks, are sent as text."""
+    return content_response(request, encode_answer(value), status=status)
+
+
+def encode_answer(value: Any) -> bytes:
+    """JSON. NaN and infinity, which JSON lacks, are sent as text."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="python")
     elif isinstance(value, list):
         value = [one.model_dump(mode="python") if isinstance(one, BaseModel) else one for one in value]
-    content = encode_json(value)
+    return encode_json(value)
+
+
+def content_response(request: Request, content: bytes, *, status: int = 200) -> Response:
+    """JSON that is encoded, compressed if the client takes that; nothing if the client has it."""
     headers = {}
     if request.method == "GET" and status == 200:
         headers["etag"] = f'"{hashlib.blake2b(content, digest_size=16).hexdigest()}"'

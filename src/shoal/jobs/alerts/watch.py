@@ -19,8 +19,6 @@ from shoal.spec.run_paths import RunPaths
 LOOK_EVERY_S = 5.0
 TELL_S = 3 * 3600.0
 """A disk that is full sooner than this is told of, also without a rule."""
-MIN_STEPS = 20
-"""Steps of a worker before it is compared with the others."""
 
 
 class RunWatch:
@@ -61,7 +59,7 @@ class RunWatch:
         self._looked_s = now
         for told in self._logs.enforce():
             self._stream.emit("note", message=told)
-        work_s = {one.name: one.work_s / one.steps for one in state.training_workers if one.steps >= MIN_STEPS}
+        work_s = {one.name: one.step_work_s or 0.0 for one in state.training_workers}
         free_bytes = _free_bytes(self._paths)
         full_in_s = self._forecast(now, free_bytes)
         self._tell(self._judge.look(now, work_s=work_s, free_bytes=free_bytes, full_in_s=full_in_s))

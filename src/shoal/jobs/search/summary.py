@@ -136,6 +136,7 @@ def summary_row(paths: RunPaths) -> dict[str, Any]:
         "status": f"search {found.status}",
         "step": len(found.table.told),
         "steps": len(found.table.decisions),
+        "trials": len(found.table.trials),
         "metrics": values,
         "weights_sha256": found.table.ended.weights_sha256 if found.table.ended else "",
     }

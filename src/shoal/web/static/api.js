@@ -55,14 +55,15 @@ export async function act(path, body) {
 const REOPEN_MS = 3000;
 
 // New rows of a run, or of several with commas between, as they come; returns a function that ends it. Nothing is asked
-// for while the page is hidden; afterwards a single run goes on where it was.
+// for while the page is hidden. Afterwards `onReturn` catches up, and returns the position to go on from.
 // `onBreak`: the server is away, or refuses (the browser does not ask again after a refusal, this function does).
-export function follow(runs, offset, onRows, onBreak = () => {}) {
+export function follow(runs, offset, onRows, onBreak, onReturn) {
   let source = null;
   let position = offset;
   let timer = null;
+  let state = "new"; // then "begun", and "over"
   const open = () => {
-    source = new EventSource(`/api/v1/stream?runs=${encodeURIComponent(runs)}&after=${position}`);
+    source = new EventSource(`/api/v1/stream?runs=${encodeURIComponent(runs)}${position === "" ? "" : `&after=${position}`}`);
     source.onmessage = (message) => {
       const found = JSON.parse(message.data);
       if (found.run === runs) position = found.offset;
@@ -74,10 +75,19 @@ export function follow(runs, offset, onRows, onBreak = () => {}) {
     };
   };
   const close = () => { clearTimeout(timer); source?.close(); source = null; };
-  const onVisible = () => { if (document.hidden) close(); else if (!source) open(); };
+  let busy = false;
+  const onVisible = async () => {
+    if (document.hidden) { close(); return; }
+    if (source || busy) return;
+    busy = true;
+    try { if (state === "begun") position = await onReturn(); } catch { onBreak(); timer = setTimeout(onVisible, REOPEN_MS); return; } finally { busy = false; }
+    if (state === "over" || document.hidden) return;
+    state = "begun";
+    open();
+  };
   document.addEventListener("visibilitychange", onVisible);
   onVisible();
-  return () => { document.removeEventListener("visibilitychange", onVisible); close(); };
+  return () => { state = "over"; document.removeEventListener("visibilitychange", onVisible); close(); };
 }
 
 export const runPath = (run) => `runs/${encodeURIComponent(run)}`;

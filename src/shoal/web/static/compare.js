@@ -23,7 +23,7 @@ export function Compare({ query }) {
     ${value && html`<${Verdict} value=${value} /><${Overlay} names=${value.runs} live=${live} />
       ${value.runs.length > 1 && html`<${Parallel} value=${value} />`}
       <div class="bar"><h2>${all ? "Everything" : "What differs"}</h2><label class="check"><input type="checkbox" checked=${all} onChange=${() => change({ all: all ? "" : "1" })} />all fields</label></div>
-      <div class="scroll"><table class="diff"><thead><tr><th></th>${value.runs.map((run, n) => html`<th><span class="dot c${n % 10}" aria-hidden="true"></span><a href=${link("run", run)}>${run}</a></th>`)}</tr></thead>
+      <div class="scroll" tabindex="0"><table class="diff"><thead><tr><th></th>${value.runs.map((run, n) => html`<th><span class="dot c${n % 10}" aria-hidden="true"></span><a href=${link("run", run)}>${run}</a></th>`)}</tr></thead>
         <tbody>${Object.entries(value.fields).filter(([name]) => all || value.differs.includes(name)).map(([name, cells]) => html`<tr class=${value.differs.includes(name) ? "differs" : ""}>
           <th scope="row">${name.replace(/^job /, "")}</th>${cells.map((cell) => html`<td>${number(cell)}</td>`)}</tr>`)}</tbody></table></div>`}`;
 }
@@ -31,7 +31,8 @@ export function Compare({ query }) {
 function Verdict({ value }) {
   if (value.runs.length < 2) return null;
   if (value.same_bits === true) return html`<p class="proof good"><b>The same bits.</b> All ${value.runs.length} runs have the same weights, by SHA-256.</p>`;
-  const parted = value.part_at === null ? "" : ` Their losses part at step ${value.part_at}.`;
+  const { part_after: after, part_at: at } = value; // a row may count several steps
+  const parted = at === null ? "" : at - after === 1 ? ` Their losses part at step ${at}.` : ` Their losses part after step ${after}, at the latest at step ${at}.`;
   if (value.same_bits === false) return html`<p class="proof"><b>Different weights.</b>${parted}</p>`;
   return html`<p class="proof">Not all of them have finished: whether the weights are the same is not known yet.${parted}</p>`;
 }
@@ -61,7 +62,7 @@ function Overlay({ names, live }) {
       changed.clear();
       busy = load(asked).then(() => { busy = null; });
     }, LIVE_MS);
-    const end = live ? follow(key, "", ({ run, rows }) => { if (rows.length) changed.add(run); }) : () => {};
+    const end = live ? follow(key, "", ({ run, rows }) => { if (rows.length) changed.add(run); }, () => {}, () => { names.forEach((one) => changed.add(one)); return ""; }) : () => {};
     return () => { over = true; clearInterval(timer); end(); };
   }, [key, live]);
   const charts = useMemo(() => {

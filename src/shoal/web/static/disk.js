@@ -32,12 +32,13 @@ export function Disk({ me }) {
     <p class="said" role="status">${said}</p>
     ${may && html`<${Cleanup} ask=${ask} done=${done} />`}
     <h2>Runs</h2>
-    <div class="scroll"><table><thead><tr><th>run</th><th>deleting frees</th>${shares && html`<th title="files that have another name elsewhere">shared</th>`}<th>files</th>${PARTS.map((part) => html`<th>${part}</th>`)}<th></th></tr></thead>
+    <div class="scroll" tabindex="0"><table><thead><tr><th>run</th><th>deleting frees</th>${shares && html`<th title="files that have another name elsewhere">shared</th>`}<th>files</th>${PARTS.map((part) => html`<th>${part}</th>`)}<th></th></tr></thead>
       <tbody>${value.rows.map((row) => html`<tr><td><a href=${link("run", row.run)}>${row.run}</a></td><td class="n">${size(row.freed_bytes)}</td>${shares && html`<td class="n">${row.shared_bytes ? size(row.shared_bytes) : "–"}</td>`}<td class="n">${row.files}</td>
         ${PARTS.map((part) => html`<td class="n">${row.parts[part] ? size(row.parts[part]) : "–"}</td>`)}
         <td>${may && row.may_drop && html`<button onClick=${() => drop(row.run)}>Drop checkpoints</button>`}</td></tr>`)}</tbody></table></div>
+    ${value.runs > value.rows.length && html`<p class="hint">The ${count(value.rows.length)} largest of ${count(value.runs)}; <code>shoal du</code> lists all.</p>`}
     <div class="bar"><h2>Trash</h2>${may && value.trash.length > 0 && html`<button class="danger" onClick=${empty}>Empty</button>`}</div>
-    ${value.trash.length ? html`<div class="scroll"><table><thead><tr><th>run</th><th>part</th><th>deleted</th><th>frees</th><th></th></tr></thead><tbody>
+    ${value.trash.length ? html`<div class="scroll" tabindex="0"><table><thead><tr><th>run</th><th>part</th><th>deleted</th><th>frees</th><th></th></tr></thead><tbody>
       ${value.trash.map((one) => html`<tr><td>${one.run}</td><td>${one.part || "all"}</td><td>${when(one.t)}</td><td class="n">${size(one.size_bytes)}</td>
         <td>${may && html`<button onClick=${() => restore(one.entry, one.run)}>Restore</button>`}</td></tr>`)}</tbody></table></div>` : html`<p class="empty">The trash is empty.</p>`}${dialog}`;
 }

@@ -69,6 +69,6 @@ export function Parallel({ value }) {
     resized.observe(canvas.current);
     return () => resized.disconnect();
   }, [value]);
-  return axes.length > 1 && html`<h2>Numbers that differ</h2><div class="scroll"><canvas ref=${canvas} class="parallel" role="img"
+  return axes.length > 1 && html`<h2>Numbers that differ</h2><div class="scroll" tabindex="0"><canvas ref=${canvas} class="parallel" role="img"
     aria-label="Parallel coordinates of the numbers that differ; the table below has them"></canvas></div>`;
 }

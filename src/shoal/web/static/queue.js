@@ -27,7 +27,7 @@ export function Queue({ name, query, me }) {
     ${value && html`<dl class="facts">${Object.entries(value.counts).map(([state, n]) => html`<div><dt>${state}</dt><dd>${n}</dd></div>`)}
       ${Object.entries(value.quotas).map(([user, cores]) => html`<div><dt>quota of ${user}</dt><dd>${cores} cores</dd></div>`)}</dl>`}
     ${value && !value.rows.length && html`<p class="empty">The queue is empty: shoal submit JOB</p>`}
-    ${value && value.rows.length > 0 && html`<div class="scroll"><table><thead><tr><th>id</th><th>job</th><th>user</th><th>priority</th><th>state</th><th>workers</th><th>run</th><th>why</th><th></th></tr></thead>
+    ${value && value.rows.length > 0 && html`<div class="scroll" tabindex="0"><table><thead><tr><th>id</th><th>job</th><th>user</th><th>priority</th><th>state</th><th>workers</th><th>run</th><th>why</th><th></th></tr></thead>
       <tbody>${value.rows.map((one) => html`<tr key=${one.id}><td class="n"><a href=${link("queue", String(one.id))}>${one.id}</a></td><td>${one.name}</td><td>${one.user}</td><td class="n">${one.priority}</td>
         <td><${Status} status=${one.state} /></td><td class="n">${one.state === "running" ? `${one.workers} of ` : ""}${one.least === one.most ? one.most : `${one.least}..${one.most}`}</td>
         <td>${one.run && html`<a href=${link("run", one.run)}>${one.run}</a>`}</td><td>${told(one.why)}</td>
@@ -63,6 +63,6 @@ function Entry({ number }) {
     <${ErrorBox} problem=${problem} />
     ${value && html`<p>${value.entry.name}, of ${value.entry.user}, ${value.entry.attempts} ${value.entry.attempts === 1 ? "attempt" : "attempts"}${value.entry.run && html`, run <a href=${link("run", value.entry.run)}>${value.entry.run}</a>`}</p>
       ${value.entry.why && html`<p class="proof">${told(value.entry.why)}</p>`}
-      <div class="scroll"><table><thead><tr><th>when</th><th>state</th><th>workers</th><th>why</th></tr></thead>
+      <div class="scroll" tabindex="0"><table><thead><tr><th>when</th><th>state</th><th>workers</th><th>why</th></tr></thead>
         <tbody>${value.history.map((row) => html`<tr><td class="n">${when(row.t)}</td><td><${Status} status=${row.state} /></td><td class="n">${row.workers || ""}</td><td>${told(row.reason)}</td></tr>`)}</tbody></table></div>`}`;
 }

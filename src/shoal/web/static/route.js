@@ -1,8 +1,12 @@
+function decoded(text) {
+  try { return decodeURIComponent(text); } catch { return text; } // written by hand
+}
+
 // The address keeps the view: #/run/name?tab=logs. `go` changes parts of it.
 export function current() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").replace(/^(code|token)=.*/, "").split("?");
   const [page = "", ...rest] = path.split("/");
-  return { page: page || "runs", name: rest.map(decodeURIComponent).join("/"), query: Object.fromEntries(new URLSearchParams(query)) };
+  return { page: page || "runs", name: rest.map(decoded).join("/"), query: Object.fromEntries(new URLSearchParams(query)) };
 }
 
 export function link(page, name = "", query = {}) {

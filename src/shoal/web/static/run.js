@@ -4,6 +4,7 @@ import { act, follow, get, isFile, runPath } from "./api.js";
 import { html, ErrorBox, Status, count, number, seconds, size, useAnswer, useDialog } from "./show.js";
 import { change, go, link } from "./route.js";
 import { Chart, toLine } from "./chart.js";
+import { append, liveWorkers } from "./live.js";
 import { Timeline } from "./timeline.js";
 import { Logs } from "./logs.js";
 
@@ -19,18 +20,27 @@ const maySteer = (run, me, name) => LIVE.includes(run.status) && me.role !== "re
 export function Run({ name, query, me }) {
   const tab = query.tab || "curves";
   const { value: run, problem, refresh } = useAnswer(() => get(runPath(name)), name);
-  const [fresh, setFresh] = useState({ rows: [], n: 0 });
+  const fresh = useRef({ rows: [], again: false }); // what the curves have not taken yet
+  const [news, setNews] = useState(0);
   const offset = run ? run.offset : null;
   const soon = useRef(null);
   useEffect(() => {
     if (offset === null) return undefined;
     return follow(name, offset, ({ rows }) => {
-      setFresh((old) => ({ rows, n: old.n + 1 }));
+      const waiting = [...fresh.current.rows, ...rows];
+      fresh.current = waiting.length > REFETCH_POINTS ? { rows: [], again: true } : { ...fresh.current, rows: waiting };
+      setNews((old) => old + 1);
       const isUrgent = rows.some((row) => row.kind !== "step");
       if (soon.current && !isUrgent) return;
       clearTimeout(soon.current);
       soon.current = setTimeout(() => { soon.current = null; refresh(); }, isUrgent ? 300 : STATE_MS);
-    }, refresh);
+    }, refresh, async () => {
+      const page = await get(runPath(name));
+      fresh.current = { rows: [], again: true };
+      setNews((old) => old + 1);
+      refresh();
+      return page.offset;
+    });
   }, [name, offset !== null]);
   useEffect(() => {
     const pressed = (event) => {
@@ -45,11 +55,11 @@ export function Run({ name, query, me }) {
   return html`<${Head} run=${run} me=${me} refresh=${refresh} name=${name} />
     <${ErrorBox} problem=${problem} />
     ${run.error && html`<div class="error"><b>${run.error.code} ${run.error.message}</b><div>${run.error.where} ${run.error.fix}</div></div>`}
-    ${run.folds.length > 0 && html`<p>Folds: ${run.folds.map((one) => html`<a class="fold" href=${link("run", one)}>${one.split("~")[1]}</a> `)}</p>`}
+    ${run.folds.length > 0 && html`<p>Folds: ${run.folds.map((one) => html`<a class="fold" href=${link("run", one)}>${one.split("~").at(-1)}</a> `)}</p>`}
     <div class="tabs" role="tablist" aria-label="Parts of the run" onKeyDown=${(event) => walk(event, tab)}>${TABS.map(([id, title]) => html`<button role="tab" id=${`tab-${id}`}
       tabindex=${tab === id ? 0 : -1} aria-selected=${tab === id} aria-controls="part" class=${tab === id ? "on" : ""} onClick=${() => change({ tab: id })}>${title}</button>`)}</div>
     <section id="part" role="tabpanel" aria-labelledby=${`tab-${tab}`}>
-      ${tab === "curves" && html`<${Curves} name=${name} run=${run} fresh=${fresh} query=${query} />`}
+      ${tab === "curves" && html`<${Curves} name=${name} run=${run} fresh=${fresh} news=${news} query=${query} />`}
       ${tab === "workers" && html`<${Workers} run=${run} me=${me} name=${name} refresh=${refresh} />`}
       ${tab === "timeline" && html`<${Timeline} name=${name} run=${run} query=${query} />`}
       ${tab === "receipt" && html`<${Receipt} name=${name} status=${run.status} />`}
@@ -77,6 +87,7 @@ function Head({ run, me, refresh, name }) {
   const may = (role) => ["read", "operate", "submit"].indexOf(me.role) >= ["read", "operate", "submit"].indexOf(role);
   const live = LIVE.includes(run.status);
   const trial = name.includes("~trial-"); // its search steers it
+  const search = run.status.startsWith("search ");
   const share = run.steps ? run.step / run.steps : 0;
   const stop = () => ask({ title: `Stop ${name}?`, text: "It saves first; Resume continues it with the same weights.", button: "Save and stop",
     action: async () => { const result = await act(`${path}/stop`); done(`${result.status}; ${result.saved_step === null ? "nothing was saved yet" : `saved at step ${result.saved_step}`}`); } });
@@ -101,7 +112,8 @@ function Head({ run, me, refresh, name }) {
       ${run.tags.map((one) => html`<span class="tag">${one}</span>`)}
       <span class="actions">
         ${live && may("operate") && !trial && html`<button onClick=${scale}>Scale</button><button onClick=${stop}>Stop</button>`}
-        ${!live && run.status !== "finished" && may("submit") && !trial && html`<button onClick=${resume}>Resume</button>`}
+        ${!live && run.status !== "finished" && may("submit") && !trial && !search && html`<button onClick=${resume}>Resume</button>`}
+        ${search && html`<a class="button" href=${link("searches", name)}>Search</a>`}
         ${may("operate") && !name.includes("~") && html`<button onClick=${tag}>Tag</button>
           ${run.status === "finished" && html`<button onClick=${compact}>${run.packed ? "Expand" : "Compact"}</button>`}
           ${!live && html`<button class="danger" onClick=${remove}>Delete</button>`}`}
@@ -121,24 +133,6 @@ function Head({ run, me, refresh, name }) {
     <p class="said" role="status">${said}</p>${run.damage && html`<p class="warn">${run.damage}</p>`}${dialog}`;
 }
 
-// The points that new events add to the curves on the screen.
-function append(pages, rows, saver) {
-  let added = 0;
-  const byName = new Map(pages.map((page) => [page.name, page]));
-  const add = (name, row, value) => {
-    const page = byName.get(name);
-    if (!page || typeof value !== "number" || row.step <= (page.step.at(-1) ?? -1)) return;
-    page.step = [...page.step, row.step]; page.t = [...page.t, row.t]; page.last = [...page.last, value];
-    if (page.least.length) { page.least = [...page.least, value]; page.most = [...page.most, value]; }
-    added += 1;
-  };
-  for (const row of rows) {
-    if (row.kind === "step" && (!saver || row.who === saver)) { add("loss", row, row.loss); add("lr", row, row.lr); }
-    if (row.kind === "evaluated") for (const [name, value] of Object.entries(row.metrics)) add(`${row.split}/${name}`, row, value);
-  }
-  return added;
-}
-
 // What the plan expected of a step, as stairs that reach to the last step, and what steps took.
 function planLines(pages, byTime) {
   const [expected, measured] = ["expected", "measured"].map((kind) => pages.find((page) => page.name === STEP_S + kind));
@@ -153,32 +147,44 @@ function planLines(pages, byTime) {
   return [toLine("expected", stairs, byTime), toLine("measured", measured, byTime)];
 }
 
-function Curves({ name, run, fresh, query }) {
+function Curves({ name, run, fresh, news, query }) {
   const [pages, setPages] = useState(null);
   const [problem, setProblem] = useState(null);
   const [range, setRange] = useState(query.from ? [Number(query.from), Number(query.to)] : null);
   const byTime = query.x === "time";
   const log = query.log === "1";
-  const added = useRef(0);
+  const now = useRef({ pages: null, asked: 0, added: 0, live: null }); // also between two drawings
+  now.current.run = run;
+  const show = (found) => { now.current.pages = found; setPages(found); };
   const load = async () => {
+    const asked = now.current.asked += 1;
+    now.current.pages = null; // rows that come meanwhile wait
+    fresh.current = { rows: [], again: false };
     const zoom = range ? `&from=${Math.max(Math.floor(range[0]), 0)}&to=${Math.ceil(range[1])}` : "";
     try {
       const found = await get(`${runPath(name)}/series?points=500${zoom}`);
-      added.current = 0;
-      setPages(found.series);
+      if (asked !== now.current.asked) return;
+      Object.assign(now.current, { added: 0, live: null });
+      show(found.series);
       setProblem(null);
+      extend();
     } catch (one) { setProblem(one); }
   };
+  const extend = () => {
+    const { rows, again } = fresh.current;
+    if (again) { load(); return; }
+    const shown = now.current.pages;
+    if (!shown || range || !rows.length) return;
+    fresh.current = { rows: [], again: false };
+    const copies = shown.map((page) => ({ ...page }));
+    now.current.live ??= liveWorkers(now.current.run.workers);
+    const { added, unknown } = append(copies, rows, now.current.live);
+    now.current.added += added;
+    if (now.current.added > REFETCH_POINTS || unknown || rows.some((row) => row.kind === "resumed")) load();
+    else show(copies);
+  };
   useEffect(() => { load(); }, [name, range]);
-  useEffect(() => {
-    if (!pages || range || !fresh.rows.length) return;
-    const saver = run.workers.find((one) => one.saves && one.state === "training")?.name;
-    const evaluated = fresh.rows.some((row) => row.kind === "evaluated" && Object.keys(row.metrics).some((key) => !pages.find((page) => page.name === `${row.split}/${key}`)));
-    const copies = pages.map((page) => ({ ...page }));
-    added.current += append(copies, fresh.rows, saver);
-    if (added.current > REFETCH_POINTS || evaluated || fresh.rows.some((row) => row.kind === "resumed")) load();
-    else setPages(copies);
-  }, [fresh.n]);
+  useEffect(extend, [news]);
   const zoom = (from, to) => { if (!byTime) { setRange([from, to]); change({ from: Math.floor(from), to: Math.ceil(to) }); } };
   const typed = (event) => { // by keyboard, and on a phone
     event.preventDefault();
@@ -222,14 +228,14 @@ function Workers({ run, me, name, refresh }) {
   const place = new Map(run.workers.map((one, n) => [one.name, n]));
   return html`${lanes.length > 0 && html`<div class="lanes" role="img" aria-label=${`Lanes: ${lanes.map(([lane, who]) => `${lane} by ${who}`).join(", ")}`}>
       ${lanes.map(([lane, who]) => html`<span class="lane c${place.get(who) % 10}" title=${who}>${lane}</span>`)}</div>`}
-    <div class="scroll"><table><thead><tr><th>worker</th><th>state</th><th>lanes</th><th>step</th><th>samples</th><th>samples/s</th><th>cores</th><th>memory</th><th>network</th><th>host</th><th></th></tr></thead>
+    <div class="scroll" tabindex="0"><table><thead><tr><th>worker</th><th>state</th><th>lanes</th><th>step</th><th>samples</th><th>samples/s</th><th>cores</th><th>memory</th><th>network</th><th>host</th><th></th></tr></thead>
     <tbody>${run.workers.map((one) => html`<tr key=${one.name}><td><span class="dot c${place.get(one.name) % 10}" aria-hidden="true"></span>
         <a href=${link("run", name, { tab: "logs", log: `${one.name}.log` })}>${one.name}</a>${one.saves && one.state === "training" ? " (saves)" : ""}</td>
       <td><${Status} status=${one.state} />${one.holds_back > 0.15 && html` <span class="warn">holds the others back: they need ${Math.round(100 * one.holds_back)} % less</span>`}</td>
       <td>${one.lanes.join(" ")}</td><td class="n">${one.step}</td><td class="n">${count(one.samples)}</td><td class="n">${runs ? number(one.samples_per_s) : "–"}</td><${Usage} usage=${one.usage} now=${runs} /><td>${one.host}</td>
       <td>${live && one.state === "training" && html`<button onClick=${() => drain(one.name)}>Drain</button>`}</td></tr>`)}</tbody></table></div>
     ${run.servers.length > 0 && html`<div class="bar"><h2>Servers</h2>${live && html`<button onClick=${scaleServers}>Scale servers</button>`}</div>
-      <div class="scroll"><table><thead><tr><th>server</th><th>state</th><th>primary</th><th>backup</th><th>host</th><th></th></tr></thead>
+      <div class="scroll" tabindex="0"><table><thead><tr><th>server</th><th>state</th><th>primary</th><th>backup</th><th>host</th><th></th></tr></thead>
       <tbody>${run.servers.map((one) => html`<tr key=${one.name}><td><a href=${link("run", name, { tab: "logs", log: `${one.name}.log` })}>${one.name}</a></td><td><${Status} status=${one.state} /></td><td class="n">${size(one.primary_bytes)}</td><td class="n">${size(one.backup_bytes)}</td><td>${one.host}</td>
         <td>${live && one.state === "serving" && html`<button onClick=${() => drain(one.name)}>Drain</button>`}</td></tr>`)}</tbody></table></div>`}
     ${live && html`<div class="bar"><h2>Stacks</h2><button onClick=${look} disabled=${stacks?.busy}>${stacks?.busy ? "…" : "Where is every thread now?"}</button></div>`}
@@ -264,7 +270,7 @@ function Profiles({ run, me, name }) {
     ${(value || []).map((one) => html`<details key=${one.name}><summary>${one.steps} steps from step ${count(one.first_step)} on, of ${one.workers.join(", ")}</summary>
       <p><a href=${`/api/v1/${runPath(name)}/profiles/${one.name}`} download=${`${run.name}-${one.first_step}.trace.json.gz`}>Trace (${size(one.size_bytes)})</a> <span class="hint">opens in chrome://tracing or Perfetto</span></p>
       ${Object.entries(one.missing).map(([who, why]) => html`<p class="warn">${who}: ${why}</p>`)}
-      <div class="scroll"><table><thead><tr><th>operator</th><th>calls</th><th>by itself</th><th>in all</th></tr></thead>
+      <div class="scroll" tabindex="0"><table><thead><tr><th>operator</th><th>calls</th><th>by itself</th><th>in all</th></tr></thead>
         <tbody>${one.operators.map((row) => html`<tr><td><code>${row.name}</code></td><td class="n">${row.calls}</td><td class="n">${seconds(row.self_us / 1e6)}</td><td class="n">${seconds(row.total_us / 1e6)}</td></tr>`)}</tbody></table></div></details>`)}`;
 }
 
@@ -279,7 +285,7 @@ function Receipt({ name, status }) {
   const rest = Object.entries(receipt).filter(([key]) => !["exact", "why", "weights_sha256", "run"].includes(key));
   return html`${"exact" in receipt && html`<p class="proof ${receipt.exact === true ? "good" : ""}"><b>exact: ${EXACT.get(receipt.exact)}</b> ${receipt.why}<br />
       SHA-256 of the weights <code>${receipt.weights_sha256}</code></p>`}
-    <div class="scroll"><table class="pairs"><tbody>${rest.map(([key, one]) => html`<tr><th scope="row">${key}</th>
+    <div class="scroll" tabindex="0"><table class="pairs"><tbody>${rest.map(([key, one]) => html`<tr><th scope="row">${key}</th>
       <td>${one !== null && typeof one === "object" ? html`<pre>${JSON.stringify(one, null, 1)}</pre>` : number(one)}</td></tr>`)}</tbody></table></div>`;
 }
 
@@ -292,7 +298,7 @@ function Job({ name, query }) {
   return html`${!isFile && html`<form class="bar" onSubmit=${(e) => { e.preventDefault(); change({ with: typed.trim() }); }}><label>Difference to <input value=${typed} placeholder="another run" onInput=${(e) => setTyped(e.target.value)} /></label> <button>Show</button>
       ${other && html`<button type="button" onClick=${() => { setTyped(""); change({ with: "" }); }}>Hide</button>`}</form>`}
     <${ErrorBox} problem=${failed} />
-    ${other && diff && (rows.length ? html`<div class="scroll"><table class="diff"><thead><tr><th>field</th>${diff.runs.map((one) => html`<th><a href=${link("run", one, { tab: "job" })}>${one}</a></th>`)}</tr></thead>
+    ${other && diff && (rows.length ? html`<div class="scroll" tabindex="0"><table class="diff"><thead><tr><th>field</th>${diff.runs.map((one) => html`<th><a href=${link("run", one, { tab: "job" })}>${one}</a></th>`)}</tr></thead>
       <tbody>${rows.map((field) => html`<tr><th scope="row">${field.slice(4)}</th>${diff.fields[field].map((cell) => html`<td>${number(cell)}</td>`)}</tr>`)}</tbody></table></div>` : html`<p class="proof good">The job files say the same.</p>`)}
     <${ErrorBox} problem=${problem} />${value && html`<pre class="job" tabindex="0">${value.yaml}</pre>`}`;
 }

@@ -8,6 +8,7 @@ const COLUMNS = [["run", "run"], ["status", "status"], ["step", "step"], ["", "m
 const LIVE_MS = 2000;
 const ROWS = 100; // on a page
 const METRICS = 3; // of a row
+const CLOSED = /[%;\\]/; // the server refuses such paths, lest somebody decodes them twice
 
 const pageOf = (row) => (row.status.startsWith("search ") ? "searches" : "run");
 
@@ -53,19 +54,19 @@ export function Runs({ query }) {
       <h1>Runs</h1>
       <input ref=${filter} type="search" class="filter" placeholder="mlp status=training accuracy>0.9 tags=best" value=${typed}
         aria-label="Filter" onInput=${(e) => setTyped(e.target.value)} />
-      <label class="check"><input type="checkbox" checked=${isGrouped} onChange=${() => change({ group: isGrouped ? "" : "1" })} />by job</label>
+      <label class="check"><input type="checkbox" checked=${isGrouped} onChange=${() => change({ group: isGrouped ? "" : "1" })} />by job and search</label>
       <a class="button ${chosen.length ? "" : "off"}" href=${link("compare", "", { runs: chosen.join(",") })}
         aria-disabled=${!chosen.length}>Compare ${chosen.length || ""}</a>
       <span class="total" aria-live="polite">${value ? `${value.total.toLocaleString("en")} runs` : "…"}</span>
     </div>
     <${ErrorBox} problem=${problem} />
-    ${isGrouped && value ? html`<${Groups} groups=${value.groups} />` : html`<div class="scroll"><table class="runs">
+    ${isGrouped && value ? html`<${Groups} groups=${value.groups} all=${value.all_groups} />` : html`<div class="scroll" tabindex="0"><table class="runs">
       <thead><tr><th><span class="hidden">selected</span></th>${COLUMNS.map(([name, title]) => html`<th
-        aria-sort=${(name ? [name] : metrics).includes(sort.replace("-", "")) ? (sort.startsWith("-") ? "descending" : "ascending") : null}>
+        aria-sort=${(name ? [name] : metrics).includes(sort.replace(/^-/, "")) ? (sort.startsWith("-") ? "descending" : "ascending") : null}>
         ${name ? sorter(name, title) : metrics.length ? html`<span class="sorters">${metrics.map((one) => sorter(one, one))}</span>` : title}</th>`)}</tr></thead>
       <tbody>${rows.map((row, n) => html`<tr key=${row.run} class=${n === at ? "at" : ""}>
         <td><input type="checkbox" aria-label=${`select ${row.run}`} checked=${chosen.includes(row.run)} onChange=${() => toggle(row.run)} /></td>
-        <td data-metrics=${metricsText(row.metrics, 2)}><a href=${link(pageOf(row), row.run)}>${row.run}</a> ${row.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
+        <td data-metrics=${metricsText(row.metrics, 2)}>${CLOSED.test(row.run) ? html`${row.run} <span class="warn">cannot be opened here: rename its directory</span>` : html`<a href=${link(pageOf(row), row.run)}>${row.run}</a>`} ${row.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
           ${row.damage && html`<span class="warn" title=${row.damage}>damaged rows</span>`}</td>
         <td><${Status} status=${row.status} /></td>
         <td class="n">${row.steps ? `${row.step}/${row.steps}` : row.step || "–"}</td>
@@ -77,8 +78,9 @@ export function Runs({ query }) {
         <button onClick=${() => turn(cursor + ROWS)} disabled=${!value.cursor}>Next</button></div>`}`}`;
 }
 
-function Groups({ groups }) {
-  return html`<div class="scroll"><table><thead><tr><th>job</th><th>runs</th><th>training</th><th>newest</th></tr></thead>
-    <tbody>${groups.map((one) => html`<tr><td><a href=${link("runs", "", { where: `job=${one.job}` })}>${one.job}</a></td>
-      <td class="n">${number(one.runs)}</td><td class="n">${number(one.training)}</td><td>${when(one.newest_t)}</td></tr>`)}</tbody></table></div>`;
+function Groups({ groups, all }) {
+  return html`<div class="scroll" tabindex="0"><table><thead><tr><th>job or search</th><th>what</th><th>runs</th><th>training</th><th>newest</th></tr></thead>
+    <tbody>${groups.map((one) => html`<tr key=${one.kind + one.job}><td><a href=${one.kind === "search" ? link("searches", one.job) : link("runs", "", { where: `job=${one.job}` })}>${one.job}</a></td><td>${one.kind}</td>
+      <td class="n">${number(one.runs)}</td><td class="n">${number(one.training)}</td><td>${when(one.newest_t)}</td></tr>`)}</tbody></table></div>
+    ${all > groups.length && html`<p class="hint">The ${groups.length} largest of ${all.toLocaleString("en")}; filter for the others.</p>`}`;
 }

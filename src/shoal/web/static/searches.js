@@ -16,7 +16,7 @@ function List() {
   const { value, problem } = useAnswer(() => get("searches"), "searches", LIVE_MS);
   return html`<div class="bar"><h1>Searches</h1></div><${ErrorBox} problem=${problem} />
     ${value && !value.rows.length && html`<p class="empty">There are no searches yet: shoal search JOB</p>`}
-    ${value && value.rows.length > 0 && html`<div class="scroll"><table><thead><tr><th>search</th><th>status</th><th>stretches</th><th>best</th><th>started</th></tr></thead>
+    ${value && value.rows.length > 0 && html`<div class="scroll" tabindex="0"><table><thead><tr><th>search</th><th>status</th><th>stretches</th><th>best</th><th>started</th></tr></thead>
       <tbody>${value.rows.map((row) => html`<tr key=${row.run}><td><a href=${link("searches", row.run)}>${row.run}</a></td><td><${Status} status=${row.status} /></td>
         <td class="n">${row.told}/${row.decided}</td><td class="metrics">${metricsText(row.metrics)}</td><td class="n">${when(row.started_t)}</td></tr>`)}</tbody></table></div>`}`;
 }
@@ -73,7 +73,7 @@ function Search({ name, query }) {
 
 function Trials({ search }) {
   const keys = [...new Set(search.trials.flatMap((one) => Object.keys(one.changes)))];
-  return html`<div class="scroll"><table class="trials"><thead><tr><th>trial</th><th>state</th><th>done</th>
+  return html`<div class="scroll" tabindex="0"><table class="trials"><thead><tr><th>trial</th><th>state</th><th>done</th>
       ${search.goals.map((one) => html`<th>${one.metric} ${one.sign > 0 ? "↑" : "↓"}</th>`)}${keys.map((key) => html`<th title=${key}>${short(key)}</th>`)}<th></th></tr></thead>
     <tbody>${search.trials.map((one) => html`<tr key=${one.trial} class=${one.trial === search.best ? "at" : ""}>
       <td class="n">${one.run ? html`<a href=${link("run", one.run)}>${one.trial}</a>` : one.trial}${one.trial === search.best ? " (best)" : one.on_front ? " (front)" : ""}</td>

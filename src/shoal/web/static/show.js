@@ -61,7 +61,10 @@ export function ErrorBox({ problem }) {
     ${problem.fix && html`<div>${told(problem.fix)}</div>`}</div>`;
 }
 
-// The value of an asynchronous function, again every `every` ms while the page is visible.
+const SHARE = 50; // a page waits at least so many times what an answer took before it asks again
+export const pause = (every, tookMs) => Math.max(every, SHARE * tookMs);
+
+// The value of an asynchronous function, again every `every` ms, or later if it takes long, while the page is visible.
 export function useAnswer(ask, key, every = 0) {
   const [found, setFound] = useState({ value: null, problem: null });
   const current = useRef(key);
@@ -75,11 +78,18 @@ export function useAnswer(ask, key, every = 0) {
     }
   };
   useEffect(() => {
-    refresh();
-    if (!every) return undefined;
-    const timer = setInterval(() => { if (!document.hidden) refresh(); }, every);
-    return () => clearInterval(timer);
-  }, [key]);
+    let timer = null;
+    let before = 0; // one long answer changes nothing: the first reads what is kept afterwards
+    const again = async () => {
+      const began = performance.now();
+      if (!document.hidden || !timer) await refresh();
+      const took = performance.now() - began;
+      if (every && timer !== "over") timer = setTimeout(again, pause(every, Math.min(took, before)));
+      before = took;
+    };
+    again();
+    return () => { clearTimeout(timer); timer = "over"; };
+  }, [key, every]);
   return { ...found, refresh };
 }
 

@@ -7,6 +7,7 @@ import { html, ErrorBox, KINDS, seconds, useAnswer } from "./show.js";
 const ROW = 26;
 const GAP = 6;
 const LEFT = 84;
+const SHOWN = 300; // marks in the list
 const MARKED = { worker_died: "#d62828", server_died: "#d62828", evicted: "#d62828", failed: "#d62828", view: "#6c757d", resumed: "#457b9d", replan: "#9d6bb5" };
 const STEPS = ["view", "worker_died", "server_died", "evicted", "left", "server_left", "resumed", "replan", "failed", "finished"];
 const GONE = { worker_died: "died,", server_died: "died,", evicted: "was put out,", left: "left," };
@@ -47,7 +48,7 @@ function draw(canvas, page) {
     ctx.fillRect(x, 0, 1.5, height - 14);
   }
   ctx.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--dim");
-  const begin = page.start_t - (page.marks[0]?.t ?? page.start_t); // the list below counts from the first mark too
+  const begin = page.start_t - (page.started_t ?? page.start_t); // the list below counts from the start too
   ctx.fillText(begin > 0 ? seconds(begin) : "0 s", LEFT, height - 3);
   const end = seconds(begin + page.width_s * parts);
   ctx.fillText(end, width - ctx.measureText(end).width, height - 3);
@@ -69,11 +70,11 @@ export function Timeline({ name, run, query }) {
   return html`<div class="legend">${Object.entries(KINDS).filter(([kind]) => run.times[kind] > 0).map(([kind, [label]]) => html`<span><i class=${`k-${kind}`}></i>${`${label} `}${seconds(run.times[kind])} (${Math.round((100 * run.times[kind]) / total)} %)</span>`)}</div>
     <canvas ref=${canvas} class="timeline" role="img" aria-label="Time of each worker by kind; the legend has the sums"></canvas>
     <p class="hint">Height: what the worker's time in that part of the run was spent on. Red lines: deaths. Grey lines: new views.</p>
-    <${History} marks=${value.marks} start=${value.marks[0]?.t} at=${query.at} />`;
+    <${History} marks=${value.marks} start=${value.started_t} left=${value.left_out} at=${query.at} />`;
 }
 
 // What the run looked like after each view, death, departure and restart.
-function History({ marks, start, at }) {
+function History({ marks, start, left, at }) {
   const moments = marks.filter((mark) => STEPS.includes(mark.kind) && (mark.kind !== "view" || Object.keys(mark.carries).length));
   const shown = at === undefined || !moments[Number(at)] ? moments.length - 1 : Number(at);
   const moment = moments[shown];
@@ -86,8 +87,10 @@ function History({ marks, start, at }) {
     ${moment && html`<label class="slider"><span>${shown + 1} of ${moments.length}: <b>${markText(moment)}</b>, step ${moment.step}, after ${seconds(moment.t - start)}</span>
       <input type="range" min="0" max=${moments.length - 1} value=${shown} aria-valuetext=${`${markText(moment)} at step ${moment.step}`} onInput=${(e) => change({ at: e.target.value })} /></label>
       ${view && html`<ul class="carries">${Object.entries(view.carries).map(([who, lanes]) => html`<li class=${gone.has(who) ? "gone" : ""}><span class="dot c${place.get(who) % 10}" aria-hidden="true"></span><b>${who}</b> ${gone.get(who) || ""} ${lanes.length ? `lanes ${lanes.join(" ")}` : "no lanes"}</li>`)}</ul>`}`}
+    ${left > 0 && html`<p class="hint">${left.toLocaleString("en")} more are not kept: first saves, then the oldest after the start.</p>`}
+    ${marks.length > SHOWN && html`<p class="hint">The newest ${SHOWN} of ${marks.length.toLocaleString("en")} are listed.</p>`}
     <div class="scroll tall" tabindex="0" role="region" aria-label="Everything that happened"><table><thead><tr><th>after</th><th>step</th><th>what</th><th>who</th></tr></thead><tbody>
-      ${[...marks].reverse().slice(0, 300).map((mark) => html`<tr class=${[MARKED[mark.kind] === "#d62828" ? "bad" : "", mark === moment ? "at" : ""].join(" ")}><td class="n">${seconds(mark.t - start)}</td>
+      ${[...marks].reverse().slice(0, SHOWN).map((mark) => html`<tr class=${[MARKED[mark.kind] === "#d62828" ? "bad" : "", mark === moment ? "at" : ""].join(" ")}><td class="n">${seconds(mark.t - start)}</td>
         <td class="n">${mark.step}</td><td>${mark.kind.replaceAll("_", " ")}</td><td>${mark.who}</td></tr>`)}</tbody></table></div>`;
 }
 
