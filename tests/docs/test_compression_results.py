@@ -44,12 +44,14 @@ def test_the_kept_results_meet_the_goals(name):
 
 
 def test_shrinking_meets_its_goal():
-    (row,) = KEPT["shrink-more"]["seeds"]
-    assert row["faster"] >= 1.4
-    assert row["shrunk"] >= row["dense"] - 0.001
+    rows = KEPT["shrink-more"]["seeds"]
+    assert len(rows) == 3
     said = next(part for part in DOC.split("\n\n") if part.startswith("`shrink-more`"))
-    for number in (f"{row['faster']:.2f} times", f"{row['sent']:.0%}".replace("%", " %"), points(row["shrunk"])):
-        assert number in said
+    for row in rows:
+        assert row["faster"] >= 1.4
+        assert row["shrunk"] >= row["dense"] - 0.001
+        for number in (f"{row['faster']:.2f}", f"{row['sent']:.0%}".replace("%", " %"), points(row["shrunk"])):
+            assert number in said
 
 
 @pytest.mark.parametrize("name", GOALS)

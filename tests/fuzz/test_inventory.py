@@ -52,6 +52,7 @@ ATTACKED = {
     "jobs/queue/queue_file.py": "jobs/queue/test_queue_store.py",
     "jobs/queue/queue_store.py": "jobs/queue/test_queue_store.py",
     "jobs/queue/verification.py": "fuzz/test_kept_files.py",
+    "jobs/run_dir.py": "fuzz/test_kept_files.py",
     "jobs/run_index.py": "fuzz/test_kept_files.py",
     "jobs/search/journal.py": "fuzz/test_kept_files.py",
     "jobs/search/receipt.py": "fuzz/test_kept_files.py",

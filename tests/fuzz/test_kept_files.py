@@ -27,7 +27,7 @@ from shoal.data.sources import csv_table
 from shoal.errors import ShoalError, error_from_fields
 from shoal.fleet.engines.agent_records import AgentRecords
 from shoal.fleet.profile_request import read_profile_request
-from shoal.jobs import plan_file, predictions, run_index, verify
+from shoal.jobs import plan_file, predictions, run_dir, run_index, verify
 from shoal.jobs.compression import shrink_legs
 from shoal.jobs.inspection import profiles
 from shoal.jobs.inspection.trace_merge import merge_traces, operator_times
@@ -78,13 +78,13 @@ def kind(name):
 @kind("tags")
 def _(root):
     tags.change_tags(root, "mlp-1", add=["best"])
-    return root / tags.TAGS_FILE, lambda: (tags.read_tags(root), tags.require_tags(root))
+    return root / tags.TAGS_FILE, lambda: (run_dir.reserve("mlp", root), tags.read_tags(root), tags.require_tags(root))
 
 
 @kind("trash")
 def _(root):
     entry = trash.move_to_trash(write_run(root / "mlp-1"), root)
-    return entry.directory / trash.ENTRY_FILE, lambda: trash.list_trash(root)
+    return entry.directory / trash.ENTRY_FILE, lambda: (run_dir.reserve("mlp", root), trash.list_trash(root))
 
 
 @kind("cleanup plan")
@@ -188,7 +188,7 @@ def _(root):
     )
 
     def read():
-        run_index._exported_step(paths), predictions._model_info(paths)
+        run_index._exported_step(paths), predictions._fitted(paths)
         found = model_code.read_model_info(paths.model)
         model_check.verify_model(paths.model, weights_sha256=made["weights_sha256"])
         make_example(found.get("example"))

@@ -184,6 +184,6 @@ def _write_csv(table: pa.Table, target: Path) -> None:
                 f"'{name}' has lists of {min(lengths)} to {max(lengths)} numbers, and CSV the same columns in each row"
             )
             raise error("SH609", message, where="--out", fix="Use .parquet.")
-        for number in range(lengths[0]):
+        for number in range(max(lengths, default=0)):
             columns[f"{name}_{number}"] = pc.list_element(column, number)
     pa_csv.write_csv(pa.table(columns), target)

@@ -62,6 +62,10 @@ def reserve(name: str, runs: Path) -> RunPaths:
         raise error("SH605", f"{runs}: {failure.strerror}", where=str(runs)) from failure
 
 
+MAX_DIGITS = 15
+"""A longer number is part of a name that somebody else gave."""
+
+
 def _used_names(runs: Path) -> Iterator[str]:
     """Also those of deleted runs, which may come back, and of runs that left only their tags."""
     yield from (path.name for path in runs.iterdir())
@@ -81,7 +85,7 @@ def _fields_of(file: Path) -> dict[str, Any]:
 
 def _run_number(directory: str, name: str) -> int:
     prefix, _, tail = directory.rpartition("-")
-    return int(tail) if prefix == name and tail.isdecimal() else 0
+    return int(tail) if prefix == name and tail.isdecimal() and len(tail) <= MAX_DIGITS else 0
 
 
 def find(run: str, runs: Path) -> RunPaths:

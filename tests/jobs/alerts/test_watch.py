@@ -9,7 +9,7 @@ import pytest
 
 from shoal.events import Event, EventWriter, read_events
 from shoal.jobs.alerts import watch
-from shoal.jobs.alerts.watch import LOOK_EVERY_S, MIN_STEPS, TELL_S, RunWatch
+from shoal.jobs.alerts.watch import LOOK_EVERY_S, TELL_S, RunWatch
 from shoal.spec.alerts.config import AlertConfig
 from shoal.spec.load import load_run_job
 from tests.jobs.past_run import write_run
@@ -62,8 +62,8 @@ def watched(tmp_path, monkeypatch):
     return lambda *rules: Watched(write_run(tmp_path / "mlp-1"), rules, monkeypatch)
 
 
-def worker(name, step_s, steps=MIN_STEPS):
-    return SimpleNamespace(name=name, work_s=step_s * steps, steps=steps)
+def worker(name, step_s):
+    return SimpleNamespace(name=name, step_work_s=step_s)
 
 
 def test_a_run_that_stalls(watched):
@@ -78,7 +78,7 @@ def test_a_run_that_stalls(watched):
 
 def test_a_worker_that_holds_the_others_back(watched):
     one = watched({"when": "straggler", "share": 0.4})
-    one.workers = [worker("worker-0", 1.0), worker("worker-1", 2.0, MIN_STEPS - 1)]
+    one.workers = [worker("worker-0", 1.0), worker("worker-1", None)]
     one.after(LOOK_EVERY_S)  # it has made too few steps
     one.workers = [worker("worker-0", 1.0), worker("worker-1", 1.5)]
     one.after(LOOK_EVERY_S)
