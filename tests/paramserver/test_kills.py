@@ -17,9 +17,9 @@ MOMENTS = {
     "before an update is ordered": CrashPoint(protocol.APPLY, 1, "before"),
     "after an update was ordered": CrashPoint(protocol.APPLY, 1, "after"),
     "after an update was passed on": CrashPoint(protocol.APPLY, 2, "sent"),
-    "before a record": CrashPoint(protocol.RECORD, 3, "before"),
-    "after a record": CrashPoint(protocol.RECORD, 4, "after"),
-    "after a record was acknowledged": CrashPoint(protocol.RECORD, 5, "sent"),
+    "before a record": CrashPoint(protocol.RECORD, 1, "before"),
+    "after a record": CrashPoint(protocol.RECORD, 2, "after"),
+    "after a record was acknowledged": CrashPoint(protocol.RECORD, 2, "sent"),
     "before an acknowledgement": CrashPoint(protocol.ACK, 2, "before"),
     "after an acknowledgement": CrashPoint(protocol.ACK, 2, "after"),
 }
