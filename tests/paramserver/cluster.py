@@ -311,10 +311,15 @@ class Cluster:
         copies = min(self.placement.backups + 1, self.placement.wanted_servers)
         return table is not None and not any(table.filling) and all(len(chain) == copies for chain in table.chains)
 
+    @property
+    def dying(self):
+        """Those whose death is certain and was not seen yet."""
+        return {seat for seat, child in self.children.items() if child.will_die and child.alive}
+
     def survives_without(self, *seats):
         """Would every chunk still have a holder without these, wherever it is moved before they die?"""
         table = self.placement.chunk_table
-        dying = {s for s, child in self.children.items() if child.will_die and child.alive} | set(seats)
+        dying = self.dying | set(seats)
         gone = {s for s, child in self.children.items() if not child.alive} | dying
         few = len(dying) <= self.placement.backups
         return table is not None and few and all(set(chain) - gone for chain in table.chains)

@@ -148,7 +148,7 @@ def test_a_worker_comes_late_with_an_old_table():
         cluster.late_seats = {0}
         for step in (2, 4, 6):
             cluster.on_step[step] = [
-                lambda: cluster.run_until(lambda: cluster.fully_replicated),
+                lambda: cluster.run_until(lambda: cluster.fully_replicated and not cluster.dying),
                 lambda: cluster.kill_random_servers(most=1),
             ]
         assert_exact(cluster, cluster.train())
