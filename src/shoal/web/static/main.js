@@ -1,6 +1,6 @@
 // Login by the link's code, the frame of the page, and which page is shown.
 import { render } from "./vendor/preact.js";
-import { useEffect, useState } from "./vendor/hooks.js";
+import { useEffect, useRef, useState } from "./vendor/hooks.js";
 import { get, post } from "./api.js";
 import { html, ErrorBox } from "./show.js";
 import { current, go, link } from "./route.js";
@@ -47,6 +47,8 @@ function App() {
   const [problem, setProblem] = useState(null);
   const [where, setWhere] = useState(current());
   const [help, setHelp] = useState(false);
+  const shown = useRef(false);
+  shown.current = help;  // a key may come before the effects of the last one have run
   const begin = async () => {
     try { await login(); setWhere(current()); setMe(await get("me")); } catch (one) { setProblem(one); setMe(null); }
   };
@@ -56,12 +58,12 @@ function App() {
     const pressed = (event) => {
       if (event.target.closest("input, select, textarea, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "?") setHelp((old) => !old);
-      if (event.key === "Escape") { if (help) setHelp(false); else if (current().page !== "runs") go("runs"); }
+      if (event.key === "Escape") { if (shown.current) setHelp(false); else if (current().page !== "runs") go("runs"); }
     };
     addEventListener("hashchange", moved);
     addEventListener("keydown", pressed);
     return () => { removeEventListener("hashchange", moved); removeEventListener("keydown", pressed); };
-  }, [help]);
+  }, []);
   useEffect(() => { document.title = `${where.name || where.page} – Shoal`; }, [where.name, where.page]);
   if (me === undefined) return html`<main id="main" class="login" aria-busy="true"><p>…</p></main>`;
   if (me === null) return html`<${Login} problem=${problem} onDone=${begin} />`;
