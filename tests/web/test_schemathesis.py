@@ -4,6 +4,7 @@ seconds of each role are printed (`pytest -s`)."""
 
 import hashlib
 import os
+import shutil
 import time
 from collections import Counter
 
@@ -42,6 +43,7 @@ KEPT_FILES = (".state.json", ".history.bin", ".index.json")
 def server(tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
     fill(runs)
+    shutil.copytree(runs, as_new(runs))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(web_table, "REQUESTS_PER_S", 1e9)
         patch.setattr(web_table, "BURST", 1e9)
@@ -52,6 +54,10 @@ def server(tmp_path_factory):
         with serving(runs) as one:
             one.started = started
             yield one
+
+
+def as_new(runs):
+    return runs.with_name(f"{runs.name}-as-new")
 
 
 def fill(runs):
@@ -148,7 +154,15 @@ class Caller:
         if answer.status_code < 300 and answer.headers["content-type"] == "application/json":
             operation.validate_response(answer)
         if answer.status_code < 300 and operation.path.endswith("/delete"):
-            restore(self.server.site.runs, answer.json()["result"]["entry"])
+            self.bring_back(case.path_parameters["run"], answer.json()["result"].get("entry"))
+
+    def bring_back(self, run, entry):
+        """From the trash, or as it was at the beginning if it was deleted for good."""
+        runs, part = self.server.site.runs, run.replace("~", "/")
+        if entry:
+            restore(runs, entry)
+        else:
+            shutil.copytree(as_new(runs) / part, runs / part, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize("role", [*ROLES, None])
