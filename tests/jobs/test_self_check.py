@@ -99,7 +99,7 @@ def test_an_exact_job_says_how_often_it_was_checked(name, workers, run):
 def test_many_checks_change_no_bit(name, workers, run):
     checked = run(RIGHT[name], workers=workers, self_check=1).receipt
     plain = run(RIGHT[name], workers=workers, self_check=0).receipt
-    assert checked.lanes_checked > 2 * workers  # more than at the start and at the end
+    assert checked.lanes_checked >= 2 * workers  # at the start, at the end, and between as often as there is time
     assert (plain.exact, plain.lanes_checked) == (None, 0)
     assert (checked.weights_sha256, checked.state_sha256) == (plain.weights_sha256, plain.state_sha256)
     assert checked.metrics == plain.metrics
