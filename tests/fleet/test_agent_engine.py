@@ -28,6 +28,7 @@ from shoal.spec.view import Seat
 from tests.conftest import living
 from tests.fleet.engine_contract import PATIENCE_S, EngineContract, collect_exits, launch, wait_exits, wait_ready
 from tests.fleet.test_local_engine import EARLY_ENTRY
+from tests.jobs.fault_injection import time_limit
 
 ENTRY = """
 import os, sys, time
@@ -194,6 +195,12 @@ def test_a_process_that_is_started_as_its_host_is_taken_away_leaves_too(engine, 
     assert engine.running() == [0]
 
 
+@pytest.fixture(autouse=True)
+def limited_time():
+    with time_limit(150):
+        yield
+
+
 def fake_host(name, script):
     node = Node(name, cores=1, memory_bytes=0, gpus=0, shares_run_dir=False)
     return AgentHost(node, ("sh", "-c", script), SetupCommand(environment={}, modules=[]), explain_agent)
@@ -301,6 +308,8 @@ def test_a_run_does_not_wait_for_a_host_that_a_run_beside_it_has_lost(make_fakes
     second.start([launch(0, "wait")])
     make_fakes.now[0] += GRACE_S
     assert host_of(second, 0) == "h0", "which is full, but there is no other"
+    while "h1" in second._links:  # its attempt has not failed yet
+        second.poll(0.05)
     make_fakes.down.unlink()
     second._retries["h1"].at_s = 0.0
     second.start([launch(1, "wait")])
