@@ -169,7 +169,7 @@ def healthy(server):
 @needs_openssl
 @pytest.mark.long
 def test_no_crowd_before_the_handshake_uses_up_the_files_of_a_tls_server(tls_server, caplog):
-    """Who says nothing has shown no certificate, no token and no request."""
+    """A client that says nothing has shown no certificate, no token and no request."""
     assert healthy(tls_server) == 200
     with contextlib.ExitStack() as opened:
         crowd = [

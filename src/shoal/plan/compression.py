@@ -183,7 +183,7 @@ def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
 
 def _faster(rung: RungReport, now: RungReport) -> bool | None:
     """By the ratios to the parent in torch, which files of all runtimes have. None if it cannot be told: not measured,
-    or the ratios differ by no more than their quartiles. What was not measured runs as the parent does."""
+    or the ratios differ by no more than their quartiles. A file that was not measured counts as fast as the parent."""
     if rung.latency is None or not rung.latency.eager:
         return None
     mine, other = (list(one.latency.eager.values()) if one.latency else [] for one in (rung, now))
