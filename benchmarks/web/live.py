@@ -5,9 +5,10 @@
 other work.
 `training`: one run trains all the time, and blocks without, with, with and without an open page follow each other, so
 that both see the same machine. In a block without a page the server and the browser are stopped (SIGSTOP). Four blocks
-give one ratio of steps per second, and one of the processor time that the run's processes take for a step. `stream` is
-a reader of the server's messages instead of a browser: what remains if the browser is on another machine. Needs what
-`tools/install_browser.sh` installs.
+give one ratio of steps per second, and one of the processor time that the run's processes take for a step. The page's
+part is played by a reader of the server's messages: what remains if the browser is on another machine.
+`browser`: the same with a page in Chromium on the cores that train.
+The browser's parts need what `tools/install_browser.sh` installs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from benchmarks.web.__main__ import ROWS_PER_SMALL_RUN, Served, make_run, steps
 from shoal.events.stream import EventReader, format_event
 from shoal.spec.run_paths import RunPaths
 
-PARTS = ("pixel", "following", "training")
+PARTS = ("pixel", "following", "training", "browser")
 ROWS_PER_S = 20
 CPUCLOCK_SCHED = 2
 SETTLE_S = 5.0
@@ -60,8 +61,8 @@ WATCH = """() => {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.web.live", description=__doc__)
     report.take_names(parser, "part", PARTS)
-    parser.add_argument("--turns", type=int, default=30, help="of four blocks: without, with, with, without a page")
-    parser.add_argument("--block", type=float, default=1.5, help="seconds of each")
+    parser.add_argument("--turns", type=int, default=400, help="of four blocks: without, with, with, without a page")
+    parser.add_argument("--block", type=float, default=0.5, help="seconds of each")
     parser.add_argument("--quick", action="store_true", help="a few rows and windows, nothing is kept: does it work?")
     asked = parser.parse_args()
     for part in asked.parts or PARTS:
@@ -71,7 +72,9 @@ def main() -> None:
             elif part == "following":
                 found = following(Path(scratch), seconds=2 if asked.quick else 30)
             else:
-                found = slowed(Path(scratch), turns=2 if asked.quick else asked.turns, block_s=asked.block)
+                side, workers = ("stream", (1, 2)) if part == "training" else ("page", (1,))
+                turns = 2 if asked.quick else asked.turns
+                found = slowed(Path(scratch), side, workers=workers, turns=turns, block_s=asked.block)
         Console().print(report.table(f"{part}: {found['what']}", found["rows"]))
         if not asked.quick:
             report.keep("web", part, found)
@@ -147,19 +150,18 @@ def growing(run: Path) -> Iterator[None]:
         thread.join()
 
 
-def slowed(scratch: Path, *, turns: int, block_s: float) -> dict[str, Any]:
+def slowed(scratch: Path, side: str, *, workers: Sequence[int], turns: int, block_s: float) -> dict[str, Any]:
     """One worker leaves a core to the page; two take both."""
     rows = []
-    for workers, sides in ((1, ("stream", "page")), (2, ("stream",))):
-        directory = scratch / f"{workers}"
+    for count in workers:
+        directory = scratch / f"{count}"
         with (
-            training(directory / "job", directory / "runs", epochs=10**6, workers=str(workers)) as paths,
+            training(directory / "job", directory / "runs", epochs=10**6, workers=str(count)) as paths,
             Served(paths.root.parent) as server,
+            (open_browser_page if side == "page" else open_reader)(server, paths.name) as reader,
         ):
-            for side in sides:
-                with (open_browser_page if side == "page" else open_reader)(server, paths.name) as reader:
-                    row = compare(paths, [server.process.pid, *reader], server, turns=turns, block_s=block_s)
-                rows.append({"open": side, "workers": workers, **row})
+            row = compare(paths, [server.process.pid, *reader], server, turns=turns, block_s=block_s)
+        rows.append({"open": side, "workers": count, **row})
     what = f"a run with and without a page, {turns} turns of four blocks of {block_s:g} s, ± standard error"
     return {"what": what, "rows": rows}
 
