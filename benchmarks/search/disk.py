@@ -8,18 +8,37 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
 
 from benchmarks.search.simulate import default_search
 from benchmarks.search.tables import CurveTable
 from benchmarks.search.workers import Carried, SimulatedFleet
-from shoal.plan.search.standing import parts_ahead
+from shoal.plan.search.standing import worth_keeping
 from shoal.plan.search.trial import Stretch
 
 
 @dataclass
+class Pause:
+    """A trial that rests, with what it has cost so far. `number` counts the pauses of a search; `resumed`: how many
+    there were when it went on, None if it never did."""
+
+    number: int
+    cost: float
+    resumed: int | None = None
+
+
+def least_again(pauses: Sequence[Pause], most: int) -> float:
+    """The work that is done twice at least with room for `most` checkpoints: by one who knows the future."""
+    kept = [one for one in pauses if one.resumed is not None]
+    during = [[one.number <= when < (one.resumed or 0) for one in kept] for when in range(len(pauses))]
+    found = linprog([-one.cost for one in kept], A_ub=csr_array(during), b_ub=[most] * len(pauses), bounds=(0, 1))
+    return float(sum(one.cost for one in kept) + found.fun)
+
+
+@dataclass
 class ForgettingFleet(SimulatedFleet):
-    """Keeps the checkpoints of at most `most` paused trials, as the driver does: those that many others were ahead of
-    at their unit are forgotten first."""
+    """Keeps the checkpoints of at most `most` paused trials, as the driver does."""
 
     most: int | None = None
     again: float = 0.0
@@ -28,19 +47,25 @@ class ForgettingFleet(SimulatedFleet):
     retrained: int = 0
     peak: int = 0
     stretches: list[Stretch] = field(default_factory=list)
+    pauses: list[Pause] = field(default_factory=list)
+    _costs: dict[int, float] = field(default_factory=dict)
     _paused: dict[int, int] = field(default_factory=dict)
     _scores: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     _forgotten: set[int] = field(default_factory=set)
+    _open: dict[int, Pause] = field(default_factory=dict)
 
     def carry(self, stretch: Stretch) -> Carried:
         carried = super().carry(stretch)
         self.stretches.append(stretch)
+        if stretch.start == 0:
+            return carried
         self._paused.pop(stretch.trial, None)
-        self.resumed += stretch.start > 0
+        self._open.pop(stretch.trial).resumed = len(self.pauses)
+        self.resumed += 1
         if stretch.trial not in self._forgotten:
             return carried
         self._forgotten.remove(stretch.trial)
-        since = float(self.table.time[int(stretch.changes["row"]), stretch.start - 1])
+        since = self._costs[stretch.trial]
         self.again += since
         self.retrained += 1
         return replace(carried, marks=carried.marks + since)
@@ -55,10 +80,14 @@ class ForgettingFleet(SimulatedFleet):
                 self._scores[unit][stretch.trial] = best
         if np.isfinite(carried.errors).all() and stretch.end < self.table.error.shape[1]:
             self._paused[stretch.trial] = stretch.end
+            self._costs[stretch.trial] = float(self.table.time[int(stretch.changes["row"]), stretch.end - 1])
+            self._open[stretch.trial] = Pause(len(self.pauses), self._costs[stretch.trial])
+            self.pauses.append(self._open[stretch.trial])
         self.peak = max(self.peak, len(self._paused))
         while self.most is not None and len(self._paused) > self.most:
-            ahead = parts_ahead(self._paused, self._scores)
-            worst = min(self._paused, key=lambda trial: (-ahead[trial], self._paused[trial]))
+            costs = {trial: self._costs[trial] for trial in self._paused}
+            worth = worth_keeping(self._paused, self._scores, costs)
+            worst = min(self._paused, key=lambda trial: worth[trial])
             del self._paused[worst]
             self._forgotten.add(worst)
 
@@ -74,8 +103,8 @@ def disk(
     tables: Sequence[CurveTable], *, shares: Sequence[float], workers: int, seeds: int, horizon: float
 ) -> list[dict[str, Any]]:
     """One row per share. `kept`: checkpoints, the mean over the searches. `more work`: work that was done twice, as a
-    part of all. `retrained`: promotions of forgotten trials, as a part of all. `same`: the decisions are those of a
-    search that keeps all, as far as both came."""
+    part of all. `at least`: the same for one who knows the future. `retrained`: promotions of forgotten trials, as a
+    part of all. `same`: the decisions are those of a search that keeps all, as far as both came."""
     named = [(t, seed) for t in tables for seed in range(seeds)]
     whole = [run_once(t, workers=workers, seed=s, horizon=horizon, most=None) for t, s in named]
     rows = []
@@ -90,9 +119,15 @@ def disk(
                 "share": share,
                 "kept": round(float(np.mean(kept)), 1),
                 "more work": round(float(np.mean([one.again / one.found.trained for one in tight])), 4),
+                "at least": round(float(np.mean(list(map(_least_share, whole, kept)))), 4),
                 "retrained": round(float(np.mean([one.retrained / max(one.resumed, 1) for one in tight])), 4),
                 "same": all(one == other for pair in pairs for one, other in pair),
                 "runs": len(tight),
             }
         )
     return rows
+
+
+def _least_share(one: ForgettingFleet, most: int) -> float:
+    again = least_again(one.pauses, most)
+    return again / (one.found.trained + again)

@@ -2,12 +2,13 @@
 
 import json
 import sys
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from benchmarks.search import __main__ as searching
-from benchmarks.search.disk import disk
+from benchmarks.search.disk import Pause, disk, least_again
 from benchmarks.search.price import price
 from benchmarks.search.rivals import RayAsha
 from benchmarks.search.simulate import Conditions, default_search, earlier_values, simulate
@@ -191,7 +192,22 @@ def test_few_checkpoints_cost_work_and_change_no_decision(tmp_path):
     tight, plenty = disk(load_tables(tmp_path), shares=[0.05, 1.0], **asked)
     assert 1 <= tight["kept"] < plenty["kept"]
     assert tight["more work"] > 0 == plenty["more work"] == plenty["retrained"]
+    assert 0 < tight["at least"] <= tight["more work"]
+    assert plenty["at least"] == 0
     assert tight["same"] is True
+
+
+def test_the_least_work_is_that_of_the_best_choice():
+    pauses = [Pause(0, 1.0, 3), Pause(1, 5.0, 4), Pause(2, 2.0, 3), Pause(3, 3.0, 4), Pause(4, 9.0)]
+    chosen = [[p for p, is_kept in zip(pauses, choice, strict=True) if is_kept] for choice in product([0, 1], repeat=5)]
+    for most in (1, 2, 3):
+        fits = [
+            kept
+            for kept in chosen
+            if all(sum(p.number <= at < (p.resumed or 5) for p in kept if p.resumed) <= most for at in range(5))
+        ]
+        again = [sum(p.cost for p in pauses if p.resumed and p not in kept) for kept in fits]
+        assert least_again(pauses, most) == pytest.approx(min(again))
 
 
 def test_idle_workers_help_only_as_far_as_a_trial_has_lanes(tmp_path):

@@ -71,6 +71,22 @@ def test_following_costs_what_was_kept(kept, told):
     assert f"{share:.{digits}f} %" in text
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_who_looks_at_a_run_does_not_slow_it(workers):
+    """At most half a per cent, also one and a half standard errors above what was found."""
+    found = row("training", workers=workers)
+    assert found["slowed %"] + 1.5 * found["± %"] <= 0.5
+
+
+@pytest.mark.parametrize(("part", "beginning"), [("training", "a reader"), ("browser", "a page in Chromium")])
+def test_an_open_page_costs_what_was_kept(part, beginning):
+    lines = [line for line in TABLES.splitlines() if line.startswith(f"| {beginning}")]
+    for line, one in zip(lines, KEPT[part]["rows"], strict=True):
+        slower, cpu = f"{one['slowed %']} % ± {one['± %']} %", f"{one['cpu per step, + %']:+} % ± {one['± % of it']} %"
+        expected = [str(one["workers"]), slower, cpu, f"{one['server, % of a core']} %"]
+        assert line.strip("| ").split(" | ")[1:] == [cell.replace("-", "−") for cell in expected]
+
+
 @pytest.mark.parametrize(
     ("part", "table"), [("rivals runs", "10,000 runs"), ("rivals points", "one run"), ("rivals overlay", "100 runs")]
 )

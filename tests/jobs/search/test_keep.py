@@ -53,8 +53,9 @@ def test_trials_under_way_keep_theirs(make, job_dir):
     assert not file.exists()
 
 
-def test_what_is_promoted_next_stays_whatever_its_unit(make, job_dir):
-    """Trial 3 has come further than trial 4, but three of four were ahead of it there; one of five was, of trial 4."""
+def test_what_is_likely_to_be_promoted_and_dear_to_train_again_stays(make, job_dir):
+    """Trial 3 has come further than trial 4, but three of four were ahead of it there; one of five was, of trial 4.
+    Trial 1 is placed like trial 4, one of four ahead of it, and would cost twice as much to train again."""
     job = make(search={"keep": "0 MB"})
     paths, rows = create(job, job_dir / "runs"), []
     for number, (unit, accuracy) in enumerate([(4, 0.9), (2, 0.7), (2, 0.6), (2, 0.5), (1, 0.8)]):
@@ -67,4 +68,4 @@ def test_what_is_promoted_next_stays_whatever_its_unit(make, job_dir):
         file.parent.mkdir(parents=True)
         file.write_bytes(bytes([number]) * 1000)
     forgotten = Keeper(job, paths).make_room(SearchTable.of(rows), busy=())
-    assert [row.trial for row in forgotten] == [0, 3, 2, 1, 4]
+    assert [row.trial for row in forgotten] == [0, 3, 2, 4, 1]

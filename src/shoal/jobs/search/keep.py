@@ -1,4 +1,4 @@
-"""Space for checkpoints: those of the worst-placed trials are deleted first, and trained again if they are needed."""
+"""Space for checkpoints: those that will hardly be missed are deleted first, and trained again if they are needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal.jobs.search.search_dir import SearchPaths
 from shoal.jobs.search.shared_files import FileSizes, SharedFiles, file_sizes, total_bytes
 from shoal.jobs.search.table import Judge, SearchTable, TrialEntry
 from shoal.jobs.search.trials import forget
-from shoal.plan.search.standing import parts_ahead
+from shoal.plan.search.standing import worth_keeping
 from shoal.spec.job import Job
 
 
@@ -51,17 +51,21 @@ class Keeper:
         self._sizes[number] = file_sizes(paths)
 
     def _in_order(self, resting: Sequence[TrialEntry], table: SearchTable) -> list[TrialEntry]:
-        """What is forgotten first: failed trials, then complete ones, then paused ones that many others were ahead of
-        at their unit. The same part of a rung is promoted, whatever its unit."""
+        """What is forgotten first: failed trials, then complete ones, then paused ones whose training so far was short
+        or that many others were ahead of at their unit. The same part of a rung is promoted, whatever its unit."""
         paused = {trial.number: trial.unit for trial in resting if trial.state == "paused"}
         scores = {
             unit: {t.number: self._judge.score(t, unit=unit) for t in table.trials.values() if t.unit >= unit}
             for unit in set(paused.values())
         }
-        ahead = parts_ahead(paused, scores)
+        worth = worth_keeping(paused, scores, {number: table.trials[number].cost_so_far for number in paused})
 
-        def worth(trial: TrialEntry) -> tuple[bool, bool, float, int, float]:
-            part = ahead.get(trial.number, 0.0)
-            return trial.state == "paused", trial.state == "complete", -part, trial.unit, self._judge.score(trial)
+        def order(trial: TrialEntry) -> tuple[bool, bool, float, float]:
+            return (
+                trial.state == "paused",
+                trial.state == "complete",
+                worth.get(trial.number, 0.0),
+                self._judge.score(trial),
+            )
 
-        return sorted(resting, key=worth)
+        return sorted(resting, key=order)

@@ -42,6 +42,11 @@ class TrialEntry:
         return self.unit / self.units if self.units else 0.0
 
     @property
+    def cost_so_far(self) -> float:
+        """Of what is done."""
+        return self.cost * self.done
+
+    @property
     def standard_errors(self) -> dict[str, float]:
         """Of the mean over folds or seeds."""
         return mean_and_error(self.rows)[1]

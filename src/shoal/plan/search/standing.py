@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from shoal.plan.search.ledger import Ledger, TrialState
+
+DECAY = 8.0
+"""How fast a promotion becomes less likely the more trials were better. In simulated searches 4 and 16 were worse."""
 
 
 def standing(ledger: Ledger, trials: Sequence[TrialState]) -> list[TrialState]:
@@ -21,10 +25,14 @@ def standing(ledger: Ledger, trials: Sequence[TrialState]) -> list[TrialState]:
     return found + [t for t in trials if t.number not in seen]
 
 
-def parts_ahead(paused: Mapping[int, int], scores: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
-    """For each paused trial, by number with its unit: the part of the trials that came as far and were better there.
-    The smaller it is, the sooner the trial is promoted. `scores`: by unit and trial, larger is better."""
+def worth_keeping(
+    paused: Mapping[int, int], scores: Mapping[int, Mapping[int, float]], costs: Mapping[int, float]
+) -> dict[int, float]:
+    """For each paused trial, by number with its unit: what it would cost to train it again so far (`costs`), as far as
+    it is likely to be promoted. `scores`: by unit and trial, larger is better."""
     there = {unit: sorted(scores[unit].values()) for unit in set(paused.values())}
-    return {
-        trial: 1 - bisect_right(there[unit], scores[unit][trial]) / len(there[unit]) for trial, unit in paused.items()
-    }
+
+    def part_ahead(trial: int, unit: int) -> float:
+        return 1 - bisect_right(there[unit], scores[unit][trial]) / len(there[unit])
+
+    return {trial: costs[trial] * math.exp(-DECAY * part_ahead(trial, unit)) for trial, unit in paused.items()}
