@@ -12,6 +12,7 @@ from shoal.jobs.queue import client as queue
 from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.spec.load import load_run_job, save_job
 from shoal.spec.receipt import read_receipt_file
+from shoal.storage.trash import list_trash
 from tests.jobs.past_run import TOLD, write_run
 from tests.web.browser import Page, chromium
 from tests.web.live_run import serving, state_of, training, wait_until
@@ -214,6 +215,19 @@ def test_a_run_is_deleted_only_by_its_name_and_comes_back(browser, past):
     page.locator("dialog").get_by_role("button", name="Restore").click()
     page.get_by_text("mlp-2 is back").wait_for()
     assert (past.site.runs / "mlp-2" / "job.yaml").is_file()
+
+
+def test_a_run_can_be_deleted_for_good(browser, past):
+    write_run(past.site.runs / "gone-1")
+    page = Page(browser).log_in(past)
+    page.goto(f"{past.url}/#/run/gone-1")
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_label("Type gone-1 to confirm").fill("gone-1")
+    page.get_by_label("For good").check()
+    page.get_by_role("button", name="Delete for good").click()
+    page.get_by_role("heading", name="Trash").wait_for()
+    assert not (past.site.runs / "gone-1").exists()
+    assert "gone-1" not in {one.fields["run"] for one in list_trash(past.site.runs)}
 
 
 def test_a_search_leads_to_its_trials(browser, past):

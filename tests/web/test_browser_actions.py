@@ -303,7 +303,7 @@ def test_a_run_is_deleted_and_restored_by_the_keyboard_alone(browser, past):
     page.goto(f"{past.url}/#/run/mlp-2")
     page.get_by_role("button", name="Delete").focus()
     page.keyboard.press("Enter")
-    page.locator("dialog input").wait_for()
+    page.get_by_label("Type mlp-2 to confirm").wait_for()
     page.keyboard.press("Escape")  # the question goes, nothing else happens
     page.locator("dialog").wait_for(state="detached")
     assert "run/mlp-2" in page.url

@@ -107,7 +107,8 @@ function Head({ run, me, refresh, name }) {
     action: async () => { const found = await act(`${path}/compact`, { undo: run.packed }); done(`${size(found.before_bytes)} before, ${size(found.after_bytes)} now`); } });
   const remove = () => ask({ title: `Delete ${name}?`, danger: true, button: "Move to the trash", label: `Type ${run.name} to confirm`, must: run.name,
     text: "The run moves to the trash, from where it can be restored (page Disk). Emptying the trash deletes it for good.",
-    action: async (typed) => { await act(`${path}/delete`, { confirm: typed }); go("disk"); } });
+    option: { text: "For good, without the trash: also where the disk is full", button: "Delete for good" },
+    action: async (typed, ticked) => { await act(`${path}/delete`, { confirm: typed, for_good: ticked }); go("disk"); } });
   return html`<div class="bar"><h1>${trial ? html`<a href=${link("searches", name.split("~")[0])}>${name.split("~")[0]}</a>/${name.split("~").slice(1).join("/")}` : name.replaceAll("~", "/")}</h1><${Status} status=${run.status} />
       ${run.tags.map((one) => html`<span class="tag">${one}</span>`)}
       <span class="actions">

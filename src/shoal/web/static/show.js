@@ -93,7 +93,7 @@ export function useAnswer(ask, key, every = 0) {
   return { ...found, refresh };
 }
 
-// A question before something is done. `ask({title, text, confirm, action, danger})` opens it.
+// A question before something is done. `ask({title, text, button, action, danger, …})` opens it. `option`: a box to tick, and what the button says then.
 export function useDialog() {
   const [asked, setAsked] = useState(null);
   const box = useRef(null);
@@ -102,24 +102,26 @@ export function useDialog() {
   return [dialog, setAsked];
 }
 
-function Question({ title, text, label = "", value = "", must = null, button = "OK", danger, action, box, close }) {
+function Question({ title, text, label = "", value = "", must = null, option = null, button = "OK", danger, action, box, close }) {
   const [typed, setTyped] = useState(value);
+  const [ticked, setTicked] = useState(false);
   const [state, setState] = useState({ busy: false, problem: null });
   const submit = async (event) => {
     event.preventDefault();
     setState({ busy: true, problem: null });
-    try { await action(typed); box.current?.close(); close(); } catch (problem) { setState({ busy: false, problem }); }
+    try { await action(typed, ticked); box.current?.close(); close(); } catch (problem) { setState({ busy: false, problem }); }
   };
   return html`<dialog ref=${box} onClose=${close} aria-labelledby="question">
     <form onSubmit=${submit}>
       <h2 id="question">${title}</h2>
       <p>${text}</p>
       ${label && html`<label>${label}<input autofocus value=${typed} onInput=${(e) => setTyped(e.target.value)} /></label>`}
+      ${option && html`<label class="option"><input type="checkbox" checked=${ticked} onChange=${(e) => setTicked(e.target.checked)} />${option.text}</label>`}
       <${ErrorBox} problem=${state.problem} />
       <div class="buttons">
         <button type="button" onClick=${() => box.current.close()}>Cancel</button>
         <button class=${danger ? "danger" : "primary"} disabled=${state.busy || (must !== null && typed !== must)}>
-          ${state.busy ? "…" : button}</button>
+          ${state.busy ? "…" : ticked ? option.button : button}</button>
       </div>
     </form></dialog>`;
 }
