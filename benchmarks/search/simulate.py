@@ -41,12 +41,17 @@ EARLIER_SEED = 100
 def simulate(tables: Sequence[CurveTable], policy: str, asked: Conditions, *, seeds: int) -> dict[str, Any]:
     """Mean regret over tables and seeds, with standard errors, and the processor time of a decision."""
     named = [(t, seed) for t in tables for seed in range(seeds)]
-    runs = [_run(t, policy, asked, seed=s, first=earlier_values(tables, t, asked.warm, s)) for t, s in named]
+    first = [earlier_values(tables, t, asked.warm, s) for t, s in named]
+    runs = [_run(t, policy, asked, seed=s, first=values) for (t, s), values in zip(named, first, strict=True)]
     order = asked.order if policy == "shoal" else "clock"
     row: dict[str, Any] = {"policy": policy, "order": order, "workers": asked.workers}
     if policy == "shoal":
         told = {"slots": asked.slots, "lanes": asked.lanes if asked.lanes != LANES else None, "warm": asked.warm}
         row |= {name: value for name, value in told.items() if value}
+    if asked.warm:
+        for name, when in (("at 1", 1.0), ("at their ends", np.inf)):
+            regrets = np.array([regret_of_all(t, values, when) for (t, _), values in zip(named, first, strict=True)])
+            row[f"suggestions alone {name}"] = round(float(regrets.mean()), 4)
     for when in TIMES:
         if when <= asked.horizon:
             regrets = np.array([t.regret(found.best_at(when)) for (t, _), found in zip(named, runs, strict=True)])
@@ -57,6 +62,12 @@ def simulate(tables: Sequence[CurveTable], policy: str, asked: Conditions, *, se
     spent_ms = 1000 * np.concatenate([np.array(found.decisions_s) for found in runs])
     row |= {"decision ms": round(float(spent_ms.mean()), 2), "p99 ms": round(float(np.percentile(spent_ms, 99)), 2)}
     return row | {"runs": len(runs)}
+
+
+def regret_of_all(t: CurveTable, first: Sequence[Values], when: float) -> float:
+    """The regret if all suggestions are trained at once, each on a worker of its own."""
+    rows = [int(TableSpace(t).suggest(values).changes["row"]) for values in first]
+    return t.regret(float(np.nanmin(np.where(t.time[rows] <= when, t.error[rows], np.inf))))
 
 
 def earlier_values(tables: Sequence[CurveTable], t: CurveTable, count: int, seed: int) -> list[Values]:

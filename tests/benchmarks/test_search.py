@@ -173,6 +173,7 @@ def test_a_warm_search_begins_with_what_searches_on_other_tables_found(tmp_path)
     assert [point.cube for point in plan.suggestions] == places
     found = simulate(tables, "shoal", Conditions(horizon=2.5, warm=1), seeds=1)
     assert (found["warm"], found["regret at 2.5"]) == (1, 0.0)
+    assert found["suggestions alone at 1"] >= found["suggestions alone at their ends"]
     with pytest.raises(SystemExit, match="there are 1 other tables"):
         earlier_values(tables, tables[0], 2, seed=0)
 
