@@ -201,7 +201,8 @@ def yield_to_training() -> None:
     the runs that the page resumes would have this one, too.)"""
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+        with contextlib.suppress(OSError):  # a container may forbid it
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
 class WebServer:
