@@ -1,5 +1,6 @@
 """Alerts of a real run: a webhook and a command get them; what cannot be delivered is told, and the run goes on."""
 
+import contextlib
 import json
 import ssl
 import threading
@@ -155,7 +156,9 @@ def test_one_delivery_takes_a_bounded_time(webhook, monkeypatch):
     assert "SECRET" not in "".join(told)
 
 
-def test_alerts_that_are_lost_at_the_end_are_counted(monkeypatch):
+@contextlib.contextmanager
+def hanging_sender(monkeypatch, *, alerts):
+    """A sender whose first delivery does not end before this context does. It is closed."""
     started, free = threading.Event(), threading.Event()
 
     def hang(*words):
@@ -164,12 +167,17 @@ def test_alerts_that_are_lost_at_the_end_are_counted(monkeypatch):
 
     monkeypatch.setattr(sender, "deliver", hang)
     one = AlertSender()
-    for _ in range(3):
+    for _ in range(alerts):
         one.send(AlertConfig(when="failed", command=["true"]), CONTENT)
     assert started.wait(60)
     one.close(timeout_s=0.05)
-    assert one.take_failures() == ["alerts that were not delivered before the run ended: 3"]
+    yield one
     free.set()
+
+
+def test_alerts_that_are_lost_at_the_end_are_counted(monkeypatch):
+    with hanging_sender(monkeypatch, alerts=3) as one:
+        assert one.take_failures() == ["alerts that were not delivered before the run ended: 3"]
     one._thread.join(60)
     assert not one._thread.is_alive()
     assert sender.CLOSE_S > 2 * sender.TIMEOUT_S  # a webhook and a command, one after the other
@@ -183,20 +191,8 @@ def test_a_command_gets_words_not_a_shell_line(tmp_path, monkeypatch):
 
 
 def test_a_hook_that_hangs_holds_nobody_up(monkeypatch):
-    started, free = threading.Event(), threading.Event()
-
-    def hang(*words):
-        started.set()
-        free.wait()
-
-    monkeypatch.setattr(sender, "deliver", hang)
-    one = AlertSender()
-    for _ in range(sender.MAX_WAITING + 5):
-        one.send(AlertConfig(when="failed", command=["true"]), CONTENT)
-    assert started.wait(60)
-    one.close(timeout_s=0.05)
-    assert any("dropped" in text for text in one.take_failures())
-    free.set()
+    with hanging_sender(monkeypatch, alerts=sender.MAX_WAITING + 5) as one:
+        assert any("dropped" in text for text in one.take_failures())
 
 
 def test_usage_is_part_of_a_state(tmp_path):
