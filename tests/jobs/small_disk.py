@@ -24,7 +24,7 @@ JOB = MLP | {
     "metrics": [],
     "steps": 40,
     "evaluate": {"every_steps": 100},
-    "checkpoint": {"every": "5 steps"},
+    "checkpoint": {"every": "5 steps", "keep": 100},  # a checkpoint that is deleted late would make room
 }
 
 

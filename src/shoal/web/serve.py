@@ -35,7 +35,7 @@ MAX_CONNECTIONS = 256
 MOST_CONNECTIONS = 3 * MAX_CONNECTIONS
 """More than these are cut at once: a process may often open no more than 1024 files."""
 SHUTDOWN_S = 1
-NICENESS = 10
+NICENESS = 5
 """The server's threads have this much less priority than a run on the same cores, as with nice(1)."""
 TICK_S = 1.0
 REQUEST_TIMEOUT_S = 30.0
