@@ -124,7 +124,7 @@ DEFENCES = [
             f"{ATTACKS}test_the_room_neither_evaluates_nor_unpickles"),
     Defence("17", ACTING, '"--quiet", "--", paths.name]', '"--quiet", paths.name]',
             f"{ATTACKS}test_resume_starts_exactly_one_command"),
-    Defence("17", SITE, "start_new_session=True, close_fds=True", "start_new_session=True, shell=True",
+    Defence("17", ACTING, "start_new_session=True, close_fds=True", "start_new_session=True, shell=True",
             f"{ATTACKS}test_the_room_neither_evaluates_nor_unpickles"),
     Defence("18", ACTING, '    """The hash of a plan that was shown."""\n', '    url: str = ""\n',
             f"{ATTACKS}test_no_input_is_an_address"),

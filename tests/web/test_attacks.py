@@ -334,7 +334,7 @@ def test_the_room_neither_evaluates_nor_unpickles():  # 16, 17, 19
 def test_resume_starts_exactly_one_command(served, monkeypatch):
     started = []
     monkeypatch.setattr(
-        "shoal.web.site.subprocess.Popen",
+        "shoal.web.acting.subprocess.Popen",
         lambda words, **more: started.append((words, more)) or SimpleNamespace(pid=1, poll=lambda: 0, returncode=0),
     )
     (served.runs / "mlp-1" / "receipt.json").unlink()

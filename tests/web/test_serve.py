@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import ssl
@@ -12,8 +11,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,7 +21,7 @@ from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.spec.private_file import open_lock_file
 from shoal.spec.run_paths import RunPaths
 from shoal.storage.locks import locked
-from shoal.web.serve import NICENESS, WebServer
+from shoal.web.serve import WebServer
 from tests.jobs.past_run import call_verb, write_run
 from tests.net.certificate_authority import CertificateAuthority, needs_openssl
 from tests.web.live_run import serving
@@ -67,19 +64,6 @@ def test_the_page_answers_and_ends_with_open_streams(tmp_path):
             assert json.loads(lines[3].removeprefix(b"data: "))["rows"][0]["kind"] == "run_started"
             process.send_signal(signal.SIGINT)
             assert process.wait(60) in (0, 130)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own only on Linux")
-def test_training_goes_before_whatever_serves_the_page(tmp_path):
-    """The thread that starts runs keeps the priority of the command: they inherit it."""
-    write_run(tmp_path / "mlp-1")
-    token = TokenFile(tmp_path).create("t", role="read", runs=[], expires_t=None)
-    with web_process(tmp_path) as (process, link):
-        assert ask(f"{link.partition('/#')[0]}/api/v1/runs", token).status == 200
-        threads = [int(one.name) for one in Path(f"/proc/{process.pid}/task").iterdir()]
-        niceness = {one: os.getpriority(os.PRIO_PROCESS, one) - os.getpriority(os.PRIO_PROCESS, 0) for one in threads}
-    assert niceness[process.pid] == NICENESS
-    assert Counter(niceness.values()) == {0: len(["disk", "starter"]), NICENESS: len(threads) - 2}
 
 
 def test_a_stream_of_two_runs_misses_nothing_wherever_it_breaks(tmp_path):

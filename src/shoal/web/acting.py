@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -26,7 +28,7 @@ from shoal.storage.tags import change_tags
 from shoal.storage.trash import delete_for_good, empty_trash, move_to_trash, restore
 from shoal.web import answers
 from shoal.web.access import AccessControl
-from shoal.web.site import Operation, Site
+from shoal.web.site import Operation
 from shoal.web.table import Api, Call, json_response, session_secret, without_paths
 
 POLL_S = 0.1
@@ -123,18 +125,20 @@ def resume_run(call: Call) -> Response:
         job_to_resume(paths, ())
     if run_dir.is_driven(paths):
         raise error("SH602", f"'{paths.name}' is driven already")
-    return begin_operation(call, "resume", lambda: {"pid": _start_driver(paths, call.site)})
+    return begin_operation(call, "resume", lambda: {"pid": _start_driver(paths, call.site.stopping)})
 
 
-def _start_driver(paths: RunPaths, site: Site) -> int:
+def _start_driver(paths: RunPaths, stopping: threading.Event) -> int:
     """Returns its process id when it has driven the run for a moment, or has ended well; raises why it ended."""
     descriptor = os.open(paths.root / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     words = [sys.executable, "-m", "shoal", "resume", "--runs", str(paths.root.parent), "--quiet", "--", paths.name]
     with os.fdopen(descriptor, "r+b", buffering=0) as log:
         begin = log.seek(0, os.SEEK_END)
-        started = site.start_process(words, log)
+        started = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True
+        )
         driven_s = 0.0
-        while started.poll() is None and driven_s < SETTLED_S and not site.stopping.wait(POLL_S):
+        while started.poll() is None and driven_s < SETTLED_S and not stopping.wait(POLL_S):
             driven_s += POLL_S if run_dir.is_driven(paths) else 0.0
         if started.returncode:
             log.seek(begin)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import os
 import socket
 import ssl
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +32,6 @@ MAX_CONNECTIONS = 256
 MOST_CONNECTIONS = 3 * MAX_CONNECTIONS
 """More than these are cut at once: a process may often open no more than 1024 files."""
 SHUTDOWN_S = 1
-NICENESS = 5
-"""The server's threads have this much less priority than a run on the same cores, as with nice(1)."""
 TICK_S = 1.0
 REQUEST_TIMEOUT_S = 30.0
 TLS_TIMEOUT_S = 5.0
@@ -196,15 +191,6 @@ class _Server(uvicorn.Server):
                 self._loop.call_soon_threadsafe(self._ending.set)
 
 
-def yield_to_training() -> None:
-    """Lower the priority of this thread, and of those that it starts. (Only Linux has priorities of threads; elsewhere
-    the runs that the page resumes would have this one, too.)"""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        with contextlib.suppress(OSError):  # a container may forbid it
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
-
-
 class WebServer:
     """Serves one directory of runs."""
 
@@ -255,12 +241,16 @@ class WebServer:
 
     def run(self) -> None:
         """Serve until SIGINT or SIGTERM."""
-        with contextlib.suppress(KeyboardInterrupt):
-            self.run_in_thread()
+        try:
+            self._server.run(sockets=[self._listener])
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self.site.close()
+            self._listener.close()
 
     def run_in_thread(self) -> None:
         """Serve until `stop` is called, without taking signals: for a thread that is not the main one."""
-        yield_to_training()
         try:
             self._server.run(sockets=[self._listener])
         finally:

@@ -10,7 +10,6 @@ import re
 import secrets
 import shutil
 import stat
-import subprocess
 import threading
 import time
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shoal.errors import error
 from shoal.events import RunState, RunStateReader
@@ -191,8 +190,6 @@ class Site:
         self._operations: OrderedDict[str, Operation] = OrderedDict()
         self._operations_lock = threading.Lock()
         self._pool = ThreadPoolExecutor(64, thread_name_prefix="operation")
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="starter")
-        self._starter.submit(os.getpid).result()  # the thread exists before the others lower their priority
         self._list_lock = threading.Lock()
         self._summaries = FollowedSummaries(self.runs)
         self._listed: tuple[float, list[dict[str, Any]]] = (-math.inf, [])
@@ -261,17 +258,6 @@ class Site:
             operation.future.result()
         return operation
 
-    def start_process(self, words: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-        """A process that outlives this server, with the priority that the server was started with: a process inherits
-        that of the thread that starts it."""
-
-        def start() -> subprocess.Popen[bytes]:
-            return subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True
-            )
-
-        return self._starter.submit(start).result()
-
     def operation(self, name: str) -> Operation:
         found = self._operations.get(name)
         if found is None:
@@ -282,8 +268,7 @@ class Site:
         """Operations that watch `stopping` have a moment to tidy up. Others may end at any time, as if killed."""
         self.stopping.set()
         wait([one.future for one in self._operations.values()], timeout=CLOSE_S)
-        for pool in (self._pool, self._starter):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _listed_row(row: dict[str, Any], tags: list[str]) -> dict[str, Any]:
