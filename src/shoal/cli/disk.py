@@ -74,11 +74,12 @@ def trash(
     """Deleted runs: list them, delete one, put one back, or free their bytes."""
     from shoal.jobs import run_dir
     from shoal.storage import trash as bin_
-    from shoal.terminal import access_reports
+    from shoal.terminal import access_reports, formatting
 
     if delete and for_good:
         freed = bin_.delete_for_good(run_dir.find(delete, runs), runs, part=part)
-        print(f"{delete} is deleted: {freed} bytes are free", file=sys.stderr)
+        what = f"the {part} of {delete} are" if part else f"{delete} is"
+        print(f"{what} deleted: {formatting.size(freed)} are free", file=sys.stderr)
     elif delete:
         access_reports.print_trash([bin_.move_to_trash(run_dir.find(delete, runs), runs, part=part)], as_json=as_json)
     elif restore:

@@ -76,9 +76,11 @@ def delete_for_good(paths: RunPaths, runs: Path, *, part: str = "") -> int:
     What is cut short is still a run, and can be deleted again: its job goes last."""
     with _going(paths, runs, part) as source:
         freed = directory_bytes(source).freed_bytes
-        for one in source.iterdir():
+        for one in [one for one in source.iterdir() if one != paths.job]:
             if one.is_dir() and not one.is_symlink():
                 shutil.rmtree(one)
+            else:
+                one.unlink()
         shutil.rmtree(source)
         _forget_tags(runs, paths.name, [] if part else read_tags(runs).get(paths.name, []))
     return freed
