@@ -211,6 +211,7 @@ def test_a_run_is_deleted_only_by_its_name_and_comes_back(browser, past):
     assert button.is_disabled()
     page.get_by_label("Type mlp-2 to confirm").fill("mlp-2")
     button.click()
+    page.get_by_role("status").get_by_text("mlp-2 is in the trash").wait_for()
     page.get_by_role("button", name="Restore").click()
     page.locator("dialog").get_by_role("button", name="Restore").click()
     page.get_by_text("mlp-2 is back").wait_for()
@@ -223,9 +224,13 @@ def test_a_run_can_be_deleted_for_good(browser, past):
     page.goto(f"{past.url}/#/run/gone-1")
     page.get_by_role("button", name="Delete").click()
     page.get_by_label("Type gone-1 to confirm").fill("gone-1")
+    page.locator("dialog").get_by_text("can be restored").wait_for()
     page.get_by_label("For good").check()
+    page.locator("dialog").get_by_text("cannot be restored").wait_for()
+    assert "trash, from where" not in page.locator("dialog").inner_text()
     page.get_by_role("button", name="Delete for good").click()
     page.get_by_role("heading", name="Trash").wait_for()
+    page.get_by_role("status").get_by_text("gone-1 is deleted for good").wait_for()
     assert not (past.site.runs / "gone-1").exists()
     assert "gone-1" not in {one.fields["run"] for one in list_trash(past.site.runs)}
 

@@ -1,7 +1,7 @@
 // What runs occupy, when the disk will be full, cleaning up by rules, the trash, and undo.
 import { useState } from "./vendor/hooks.js";
 import { act, get, post } from "./api.js";
-import { html, ErrorBox, count, seconds, size, useAnswer, useDialog, when } from "./show.js";
+import { html, ErrorBox, count, seconds, size, takeLeft, useAnswer, useDialog, when } from "./show.js";
 import { link } from "./route.js";
 
 const DAY_S = 86400;
@@ -10,7 +10,7 @@ const PARTS = ["checkpoints", "model", "events", "logs", "other"];
 export function Disk({ me }) {
   const { value, problem, refresh } = useAnswer(() => get("storage?limit=200"), "storage");
   const [dialog, ask] = useDialog();
-  const [said, setSaid] = useState("");
+  const [said, setSaid] = useState(takeLeft);
   const may = me.role !== "read";
   if (!value) return html`<${ErrorBox} problem=${problem} />`;
   const done = (text) => { setSaid(text); refresh(); };

@@ -1,7 +1,7 @@
 // One run: curves, workers, timeline, receipt, logs, job; and what can be done to it.
 import { useEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
 import { act, follow, get, isFile, runPath } from "./api.js";
-import { html, ErrorBox, Status, count, number, seconds, size, useAnswer, useDialog } from "./show.js";
+import { html, ErrorBox, Status, count, leave, number, seconds, size, useAnswer, useDialog } from "./show.js";
 import { change, go, link } from "./route.js";
 import { Chart, toLine } from "./chart.js";
 import { append, liveWorkers } from "./live.js";
@@ -107,8 +107,12 @@ function Head({ run, me, refresh, name }) {
     action: async () => { const found = await act(`${path}/compact`, { undo: run.packed }); done(`${size(found.before_bytes)} before, ${size(found.after_bytes)} now`); } });
   const remove = () => ask({ title: `Delete ${name}?`, danger: true, button: "Move to the trash", label: `Type ${run.name} to confirm`, must: run.name,
     text: "The run moves to the trash, from where it can be restored (page Disk). Emptying the trash deletes it for good.",
-    option: { text: "For good, without the trash: also where the disk is full", button: "Delete for good" },
-    action: async (typed, ticked) => { await act(`${path}/delete`, { confirm: typed, for_good: ticked }); go("disk"); } });
+    option: { text: "For good, without the trash", button: "Delete for good", warning: "The run is deleted at once and cannot be restored. This also works where the disk is full." },
+    action: async (typed, ticked) => {
+      const found = await act(`${path}/delete`, { confirm: typed, for_good: ticked });
+      leave(ticked ? `${name} is deleted for good, ${size(found.freed_bytes)} are free` : `${name} is in the trash`);
+      go("disk");
+    } });
   return html`<div class="bar"><h1>${trial ? html`<a href=${link("searches", name.split("~")[0])}>${name.split("~")[0]}</a>/${name.split("~").slice(1).join("/")}` : name.replaceAll("~", "/")}</h1><${Status} status=${run.status} />
       ${run.tags.map((one) => html`<span class="tag">${one}</span>`)}
       <span class="actions">

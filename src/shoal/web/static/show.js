@@ -93,7 +93,12 @@ export function useAnswer(ask, key, every = 0) {
   return { ...found, refresh };
 }
 
-// A question before something is done. `ask({title, text, button, action, danger, …})` opens it. `option`: a box to tick, and what the button says then.
+// What was done, for the page that is shown next.
+let left = "";
+export const leave = (text) => { left = text; };
+export const takeLeft = () => { const text = left; left = ""; return text; };
+
+// A question before something is done. `ask({title, text, button, action, danger, …})` opens it. `option`: a box to tick, and what the question says then.
 export function useDialog() {
   const [asked, setAsked] = useState(null);
   const box = useRef(null);
@@ -114,7 +119,7 @@ function Question({ title, text, label = "", value = "", must = null, option = n
   return html`<dialog ref=${box} onClose=${close} aria-labelledby="question">
     <form onSubmit=${submit}>
       <h2 id="question">${title}</h2>
-      <p>${text}</p>
+      <p>${ticked ? option.warning : text}</p>
       ${label && html`<label>${label}<input autofocus value=${typed} onInput=${(e) => setTyped(e.target.value)} /></label>`}
       ${option && html`<label class="option"><input type="checkbox" checked=${ticked} onChange=${(e) => setTicked(e.target.checked)} />${option.text}</label>`}
       <${ErrorBox} problem=${state.problem} />
