@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -146,11 +147,38 @@ def test_a_run_can_be_deleted_without_undo(runs, capsys, monkeypatch):
     (runs / "mlp-1" / "model").mkdir()
     (runs / "elsewhere").mkdir()
     (runs / "mlp-1" / "linked").symlink_to(runs / "elsewhere")
+    (runs / "mlp-1" / "checkpoints").mkdir()
     words = ["trash", "--delete", "mlp-1", "--for-good", "--runs", runs]
-    assert call_verb(capsys, monkeypatch, *words)[0] == 0
+    code, _, told = call_verb(capsys, monkeypatch, *words, "--part", "checkpoints")
+    assert (code, told.partition(":")[0]) == (0, "the checkpoints of mlp-1 are deleted")
+    assert not (runs / "mlp-1" / "checkpoints").exists()
+    assert (runs / "mlp-1" / "job.yaml").is_file()
+    code, _, told = call_verb(capsys, monkeypatch, *words)
+    assert (code, told.partition(":")[0]) == (0, "mlp-1 is deleted")
     assert not (runs / "mlp-1").exists()
     assert (runs / "elsewhere").is_dir()
     assert trash.list_trash(runs) == []
+
+
+def test_a_deletion_without_undo_that_is_cut_short_leaves_a_run(runs, monkeypatch):
+    """Wherever it is cut short, the run can be deleted again."""
+    paths = RunPaths(runs / "mlp-1")
+    for number in range(30):
+        (paths.root / f"other-{number}").write_text("x")
+    paths.job.rename(runs / "job")  # whichever end a file system lists first, a file stands before the job
+    (runs / "job").rename(paths.job)
+    (paths.root / "last").write_text("x")
+    gone, unlink = [], os.unlink
+
+    def unlink_and_note(path, **more):
+        unlink(path, **more)
+        gone.append(Path(path).name)
+
+    monkeypatch.setattr(os, "unlink", unlink_and_note)
+    trash.delete_for_good(paths, runs)
+    assert len(gone) > 32
+    assert gone[-1] == "job.yaml"
+    assert not paths.root.exists()
 
 
 def test_restoring_replaces_nothing(runs):
@@ -308,7 +336,15 @@ def test_exports_have_every_point(runs, tmp_path, capsys, monkeypatch):
     table = parquet.read_table(tmp_path / "x.parquet").to_pydict()
     assert list(zip(table["series"], table["step"], table["value"], strict=True)) == wanted
     assert call_verb(capsys, monkeypatch, "export", "mlp-1", "--out", tmp_path / "x.csv", "--runs", runs)[0] == 6
-    assert call_verb(capsys, monkeypatch, "export", "mlp-1", "--to", "xls", "--runs", runs)[0] == 6
+    code, _, told = call_verb(capsys, monkeypatch, "export", "mlp-1", "--to", "xls", "--runs", runs)
+    assert (code, told.splitlines()[0]) == (6, "SH609 --to: 'xls' is not a format")
+
+
+@pytest.mark.parametrize("kind", ["csv", "tensorboard", "safetensors", "html"])
+def test_an_export_needs_a_directory_to_go_to(runs, tmp_path, capsys, monkeypatch, kind):
+    words = ["export", "mlp-1", "--to", kind, "--out", tmp_path / "none" / "x", "--runs", runs]
+    code, _, told = call_verb(capsys, monkeypatch, *words)
+    assert (code, told.splitlines()[0]) == (6, f"SH609 --out: there is no directory {tmp_path / 'none'}")
 
 
 def test_tensorboard_reads_the_export(runs, tmp_path):

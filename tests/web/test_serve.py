@@ -200,6 +200,7 @@ def test_user_mistakes_have_codes(tmp_path, capsys, monkeypatch):
         assert code == 6, words
         assert sign in err
         assert "Traceback" not in err
+        assert "ca.pem" not in err  # which this page needs of nobody
 
 
 def test_tokens_of_a_verb(tmp_path, capsys, monkeypatch):

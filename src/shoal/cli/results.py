@@ -186,13 +186,13 @@ def export(
 
 def _export_html(paths: RunPaths, target: Path) -> None:
     from shoal.errors import error
+    from shoal.storage.export import check_target
 
     try:
         from shoal.web.single_file import export_html
     except ModuleNotFoundError as failure:
         raise error("SH207", f"the page needs {failure.name}", fix="pip install 'shoal[web]'") from None
-    if target.exists():
-        raise error("SH609", f"{target} exists", where="--out", fix="Name a file that does not exist yet.")
+    check_target(target)
     export_html(paths, target)
 
 

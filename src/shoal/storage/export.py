@@ -38,9 +38,8 @@ def export(paths: RunPaths, kind: str, target: Path) -> None:
     """Write the file, or the directory for TensorBoard; completely or not at all. SH609 if the kind is not known."""
     write = WRITERS.get(kind)
     if write is None:
-        raise error("SH609", f"'{kind}' is not a format", where="--format", fix=f"Use one of: {', '.join(KINDS)}.")
-    if target.exists():
-        raise error("SH609", f"{target} exists", where="--out", fix="Name a file that does not exist yet.")
+        raise error("SH609", f"'{kind}' is not a format", where="--to", fix=f"Use one of: {', '.join(KINDS)}.")
+    check_target(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         write(paths, temporary)
@@ -48,6 +47,15 @@ def export(paths: RunPaths, kind: str, target: Path) -> None:
     finally:
         if temporary.is_file():
             temporary.unlink()
+
+
+def check_target(target: Path) -> None:
+    """SH609 unless the file can be made there."""
+    if target.exists():
+        raise error("SH609", f"{target} exists", where="--out", fix="Name a file that does not exist yet.")
+    if not target.parent.is_dir():
+        fix = "Make it first, or name a file elsewhere."
+        raise error("SH609", f"there is no directory {target.parent}", where="--out", fix=fix)
 
 
 def _write_csv(paths: RunPaths, target: Path) -> None:

@@ -112,7 +112,8 @@ def tls_context(directory: Path) -> ssl.SSLContext:
         context.load_cert_chain(directory / "cert.pem", directory / "key.pem", password="")
     except (OSError, ValueError) as failure:
         message = f"{directory}/cert.pem and key.pem cannot be used: {getattr(failure, 'reason', '') or failure}"
-        raise error("SH619", message, where="--tls") from failure
+        fix = "Give a directory with cert.pem and key.pem: a certificate and its key, which needs no password."
+        raise error("SH619", message, where="--tls", fix=fix) from failure
     return context
 
 
