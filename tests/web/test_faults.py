@@ -91,6 +91,12 @@ def test_a_run_that_is_deleted_while_it_is_shown(served, written_run):
     assert [row["step"] for row in stream.read()["rows"]][-1] == 61
 
 
+def test_a_damaged_job_among_compared_runs_is_named(served):
+    (served.runs / "mlp-2" / "job.yaml").write_text(": : [")
+    refused = served.client("read").get("/api/v1/compare?runs=mlp-1,mlp-2")
+    assert (refused.status_code, refused.json()["title"].partition(":")[0]) == (422, "'mlp-2'")
+
+
 def test_a_directory_of_runs_that_vanishes_comes_back(served):
     client, away = served.client("read"), served.runs.with_name("away")
     token = client.headers["authorization"]

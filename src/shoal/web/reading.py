@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 import shoal
-from shoal.errors import error
+from shoal.errors import ShoalError, error, single_errors
 from shoal.events import LineTail, RunState, describe_damage
 from shoal.events.packed_file import packed_path, size_of_content
 from shoal.events.schema import to_row
@@ -301,7 +301,7 @@ def compare_runs(call: Call) -> answers.Comparison:
 
 def _compare(call: Call, names: list[str]) -> answers.Comparison:
     every = [call.find(name) for name in names]
-    columns = [run_index.comparison_column(paths) for paths in every]
+    columns = [_column(paths, name) for paths, name in zip(every, names, strict=True)]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     fields = {key: [_plain(column.get(key)) for column in columns] for key in keys}
     differs = [key for key, values in fields.items() if any(one != values[0] for one in values)]
@@ -316,6 +316,15 @@ def _compare(call: Call, names: list[str]) -> answers.Comparison:
         part_after=part and part.after,
         part_at=part and part.at,
     )
+
+
+def _column(paths: RunPaths, name: str) -> dict[str, Any]:
+    """An error names the run: there may be a hundred of them."""
+    try:
+        return run_index.comparison_column(paths)
+    except ShoalError as failure:
+        one = next(iter(single_errors(failure)), failure)
+        raise error(one.code, f"'{name}': {one.message}", where=one.where, fix=one.fix) from failure
 
 
 def _weights(call: Call, paths: RunPaths) -> tuple[str, ...]:
