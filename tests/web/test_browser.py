@@ -340,6 +340,7 @@ def test_a_file_opens_from_disk(browser, tmp_path):
     one = Page(browser)
     one.page.goto(f"file://{tmp_path}/mlp-1.html")
     one.page.locator(".u-over").first.wait_for()
+    assert one.page.get_by_role("link", name="Compare").count() == 0  # no other run is in the file
     one.page.get_by_role("tab", name="Receipt").click()
     one.page.get_by_text("SHA-256 of the weights").wait_for()
     assert one.failures == []

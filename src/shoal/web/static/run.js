@@ -55,7 +55,7 @@ export function Run({ name, query, me }) {
   return html`<${Head} run=${run} me=${me} refresh=${refresh} name=${name} />
     <${ErrorBox} problem=${problem} />
     ${run.error && html`<div class="error"><b>${run.error.code} ${run.error.message}</b><div>${run.error.where} ${run.error.fix}</div></div>`}
-    ${run.folds.length > 0 && html`<p>Folds: ${run.folds.map((one) => html`<a class="fold" href=${link("run", one)}>${one.split("~").at(-1)}</a> `)}</p>`}
+    ${run.folds.length > 0 && html`<p>Folds: ${run.folds.map((one) => (isFile ? `${one.split("~").at(-1)} ` : html`<a class="fold" href=${link("run", one)}>${one.split("~").at(-1)}</a> `))}</p>`}
     <div class="tabs" role="tablist" aria-label="Parts of the run" onKeyDown=${(event) => walk(event, tab)}>${TABS.map(([id, title]) => html`<button role="tab" id=${`tab-${id}`}
       tabindex=${tab === id ? 0 : -1} aria-selected=${tab === id} aria-controls="part" class=${tab === id ? "on" : ""} onClick=${() => change({ tab: id })}>${title}</button>`)}</div>
     <section id="part" role="tabpanel" aria-labelledby=${`tab-${tab}`}>
@@ -124,8 +124,8 @@ function Head({ run, me, refresh, name }) {
           ${!live && html`<button class="danger" onClick=${remove}>Delete</button>`}`}
         ${run.weights_sha256 && !run.folds.length && may("operate") && html`<a class="button" href=${`/api/v1/${path}/model`} download=${`${run.name}.safetensors`}>Model</a>`}
         ${may("submit") && me.runs === null && !name.includes("~") && html`<a class="button" href=${link("queue", "", { submit: name })}>Submit again</a>`}
-        ${name.includes("-compressed-") && html`<a class="button" href=${link("compressions", name)}>Ladder</a>`}
-        <a class="button" href=${link("compare", "", { runs: name })}>Compare</a></span></div>
+        ${!isFile && name.includes("-compressed-") && html`<a class="button" href=${link("compressions", name)}>Ladder</a>`}
+        ${!isFile && html`<a class="button" href=${link("compare", "", { runs: name })}>Compare</a>`}</span></div>
     ${run.steps > 0 && html`<progress max="1" value=${share} aria-label="Progress">${share}</progress>`}
     <dl class="facts">
       <div><dt>step</dt><dd>${count(run.step)}${run.steps ? ` / ${count(run.steps)}` : ""}</dd></div>
