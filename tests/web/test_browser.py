@@ -161,6 +161,13 @@ def test_the_disk_is_cleaned_up_by_a_plan(browser, past):
     page.get_by_label("unchanged for days").fill("0")
     page.get_by_label("keep of each job").fill("newest=1")
     page.get_by_role("button", name="Show what would go").click()
+    page.get_by_role("button", name=re.compile("Move 1 to the trash")).wait_for()
+    page.get_by_label("until all are below").fill("much")  # a changed rule hides the plan, and not the rules
+    page.get_by_role("button", name=re.compile("Move 1 to the trash")).wait_for(state="detached")
+    page.get_by_role("button", name="Show what would go").click()
+    page.get_by_text("'much' is not a size").wait_for()
+    page.get_by_label("until all are below").fill("")
+    page.get_by_role("button", name="Show what would go").click()
     page.get_by_role("button", name=re.compile("Move 1 to the trash")).click()
     page.locator("dialog").get_by_role("button", name="Move to the trash").click()
     page.get_by_text("1 are in the trash").wait_for()
@@ -168,7 +175,7 @@ def test_the_disk_is_cleaned_up_by_a_plan(browser, past):
     page.get_by_role("button", name="Restore").click()
     page.locator("dialog").get_by_role("button", name="Restore").click()
     page.get_by_text("mlp-2 is back").wait_for()
-    assert one.failures == []
+    assert [failure for failure in one.failures if "422" not in failure] == []
 
 
 def test_a_hundred_runs_are_compared(browser, past):
@@ -233,6 +240,22 @@ def test_a_run_can_be_deleted_for_good(browser, past):
     page.get_by_role("status").get_by_text("gone-1 is deleted for good").wait_for()
     assert not (past.site.runs / "gone-1").exists()
     assert "gone-1" not in {one.fields["run"] for one in list_trash(past.site.runs)}
+
+
+def test_escape_leaves_the_question_and_not_the_page(browser, past):
+    """Also where a refusal has taken the focus: the button that was pressed is disabled meanwhile."""
+    page = Page(browser).log_in(past)
+    page.goto(f"{past.url}/#/run/mlp-1")
+    page.get_by_role("button", name="Tag").click()
+    page.locator("dialog input").fill("../x")
+    page.get_by_role("button", name="Save").click()
+    page.get_by_text("cannot be a tag").wait_for()
+    page.keyboard.press("2")
+    page.keyboard.press("Escape")
+    page.locator("dialog").wait_for(state="detached")
+    assert page.url.endswith("/#/run/mlp-1")
+    page.keyboard.press("Escape")
+    page.locator("table.runs").wait_for()
 
 
 def test_a_search_leads_to_its_trials(browser, past):

@@ -65,7 +65,7 @@ function Cleanup({ ask, done }) {
       done([packs ? `${found.compacted.length} are compacted, ${size(found.freed_bytes)} are free` : `${found.moved.length} are in the trash`, ...found.stays].join("; "));
     } });
   const field = (name, label, hint, type = "text") => html`<label>${label} <input type=${type} min="0" value=${rules[name]} placeholder=${hint} onInput=${set(name)} /></label>`;
-  return html`<details class="cleanup" open=${plan !== null}><summary>Clean up</summary>
+  return html`<details class="cleanup"><summary>Clean up</summary>
     <form class="rules" onSubmit=${make}>${field("days", "unchanged for days", "", "number")}${field("keep", "keep of each job", "newest=2,best=1")}
       ${field("total", "until all are below", "200 GB")}${field("status", "only", "failed,stopped")}
       <label>what goes <select value=${rules.part} onChange=${set("part")}><option value="">whole runs</option><option value="checkpoints">checkpoints of finished runs</option><option value="compact">nothing: compact finished runs</option></select></label><button>Show what would go</button></form>

@@ -3,7 +3,7 @@ import { render } from "./vendor/preact.js";
 import { useEffect, useRef, useState } from "./vendor/hooks.js";
 import { get, post } from "./api.js";
 import { html, ErrorBox } from "./show.js";
-import { current, go, link } from "./route.js";
+import { current, go, isForPage, link } from "./route.js";
 import { Runs } from "./runs.js";
 import { Run } from "./run.js";
 import { Compare } from "./compare.js";
@@ -56,7 +56,7 @@ function App() {
   useEffect(() => {
     const moved = () => { if (/^#(code|token)=/.test(location.hash)) begin(); else setWhere(current()); };
     const pressed = (event) => {
-      if (event.target.closest("input, select, textarea, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (!isForPage(event)) return;
       if (event.key === "?") setHelp((old) => !old);
       if (event.key === "Escape") { if (shown.current) setHelp(false); else if (current().page !== "runs") go("runs"); }
     };

@@ -22,3 +22,7 @@ export function change(query) {
 }
 
 export const go = (...where) => { location.hash = link(...where); };
+
+// Whether a key is for the page: not for a field, nor for a question that is asked. (A button that is pressed and then disabled loses the focus, and so does its question.)
+export const isForPage = (event) => !(event.target.closest("input, select, textarea, dialog") || document.querySelector("dialog[open]")
+  || event.ctrlKey || event.metaKey || event.altKey);

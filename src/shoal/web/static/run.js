@@ -2,7 +2,7 @@
 import { useEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
 import { act, follow, get, isFile, runPath } from "./api.js";
 import { html, ErrorBox, Status, count, leave, number, seconds, size, useAnswer, useDialog } from "./show.js";
-import { change, go, link } from "./route.js";
+import { change, go, isForPage, link } from "./route.js";
 import { Chart, toLine } from "./chart.js";
 import { append, liveWorkers } from "./live.js";
 import { Timeline } from "./timeline.js";
@@ -44,7 +44,7 @@ export function Run({ name, query, me }) {
   }, [name, offset !== null]);
   useEffect(() => {
     const pressed = (event) => {
-      if (event.target.closest("input, select, textarea, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (!isForPage(event)) return;
       const chosen = TABS[Number(event.key) - 1];
       if (chosen) change({ tab: chosen[0] });
     };

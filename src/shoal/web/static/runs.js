@@ -2,7 +2,7 @@
 import { useEffect, useRef, useState } from "./vendor/hooks.js";
 import { get } from "./api.js";
 import { html, ErrorBox, Status, metricsText, number, useAnswer, when } from "./show.js";
-import { change, go, link } from "./route.js";
+import { change, go, isForPage, link } from "./route.js";
 
 const COLUMNS = [["run", "run"], ["status", "status"], ["step", "step"], ["", "metrics"], ["started_t", "started"], ["weights_sha256", "weights"]];
 const LIVE_MS = 2000;
@@ -32,7 +32,7 @@ export function Runs({ query }) {
   const toggle = (run) => { const old = now.current.chosen; set({ chosen: old.includes(run) ? old.filter((one) => one !== run) : [...old, run] }); };
   useEffect(() => {
     const pressed = (event) => {
-      if (event.target.closest("input, select, textarea, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (!isForPage(event)) return;
       const { at: n, chosen: selected, rows: listed } = now.current;
       const row = listed[n];
       if (event.key === "/") { event.preventDefault(); filter.current.focus(); }
