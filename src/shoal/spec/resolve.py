@@ -70,6 +70,11 @@ def parse_ref(ref: Ref | str) -> ParsedRef:
 
 def _suggest_spelling(text: str) -> str:
     """A fix for a name with wrong syntax."""
+    if called := re.fullmatch(r"([^()]+)\((.*)\)", text):
+        name, given = called[1].strip(), called[2].strip()
+        name = re.sub(r"^(?:torch\.)?(?:nn|optim\.lr_scheduler|optim)\.(\w+)$", r"\1", name)
+        name = re.sub(rf"({_DOTTED})\.(\w+)", r"\1:\2", name) if ":" not in name and ".py" not in name else name
+        return f"Shoal calls it: write {{name: {name}, args: {{…}}}}." if given else f"Shoal calls it: write {name}."
     guesses = (
         (r"(.+\.py)", r"\1:name, with the class or function that the file defines"),
         (r"(.+\.py)(?:::|/|\.|#)(\w+)", r"\1:\2"),
