@@ -88,6 +88,20 @@ ERRORS = {
         "accuracy compares classes, and the target is float32", "mse",
     ),
     "device": (job("OtherDevice"), "SH718", "device", "meta .* cpu", "device=x.device"),
+    "no labels": (job(labels="none"), "SH402", "loss", "a target NoneType", "returns (input, label)"),
+    "samples of lists": (job(inputs="lists"), "SH717", "inputs", "a list stands where", "torch.tensor(x)"),
+    "an input too few": (
+        job("TwoInputs"), "SH715", "two inputs", "TwoInputs.forward() is missing 1 required positional argument: "
+        "'other'; the batch is float32 [8, 6]", "one parameter for each input",
+    ),
+    "an input too many": (
+        job("NoInputs"), "SH715", "no inputs", "NoInputs.forward() takes 1 positional argument but 2 were given",
+        "(input, target)",
+    ),
+    "a loss of three": (
+        job(loss="mistakes.py:loss_of_three"), "SH402", "loss", "loss_of_three() is missing 1 required",
+        "(output, target)",
+    ),
 }  # fmt: skip
 
 

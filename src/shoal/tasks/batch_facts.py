@@ -136,10 +136,12 @@ def known_failure(
 ) -> ShoalError | None:
     """The error for an exception of the model, or of a loss of the user's own, that is recognised by its text and by
     what torch's loss was given. It is at the user's line, or at the line of `model` that is to be changed."""
-    found = recognise(replace(_failed_call(failure), inputs=inputs))
+    is_call = model is not None and not user_line(failure)
+    found = recognise(replace(_failed_call(failure), inputs=inputs, is_call=is_call))
     if found is None:
         return None
     places = [place_of(found, model)] if found.about == "output" and model is not None else []
+    places += [_line(type(model).forward, 0)] if found.about == "forward" and model is not None else []
     where = next((one for one in (*places, user_line(failure)) if one not in ("", "model")), place_of(found, None))
     return error(found.code, found.message, where=where, fix=found.fix)
 
