@@ -296,6 +296,13 @@ def test_a_run_tells_the_same_before_its_first_step(run):
     assert [note for note in notes if note.startswith("SH719")]
 
 
+def test_a_sample_that_makes_the_loss_nan_is_named(run):
+    fields = job(inputs="gap")
+    outcome = run(fields | {"data": {"source": fields["data"]["source"]}})
+    assert outcome.error.code == "SH403"
+    assert "sample 17 of the data has a NaN" in outcome.error.message
+
+
 IDS = TensorFacts("int64", (8, 1, 10), name="input_ids")
 SAID = {
     "a batch of one in each sample": ("too many values to unpack (expected 2)", "SH715", "return_tensors"),
