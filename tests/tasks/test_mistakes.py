@@ -1,6 +1,7 @@
 """The commonest mistakes, each as a real job that `shoal check` checks: code, facts, the user's line and the fix."""
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from shoal.errors import CATALOGUE, EXIT_TRAIN, ShoalError
 from shoal.events import read_events
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
+from shoal.tasks.batch_facts import known_failure
 from shoal.tasks.mistakes import BatchFacts, TensorFacts, recognise
 from shoal.train.probe_main import check
 from tests.conftest import FIXTURES
@@ -252,6 +254,34 @@ def test_a_mistake_in_a_task_of_ones_own_is_recognised(name, ask, job_dir):
     assert (failure.code, failure.where) == (code, place(where, job_dir)), str(failure)
     assert found(message, failure.message), failure.message
     assert found(fix, failure.fix), failure.fix
+
+
+def test_what_a_library_gets_wrong_within_its_forward_is_not_explained():
+    library: dict[str, Any] = {}
+    exec(compile("def forward():\n    first, second = 1, 2, 3\n", "<library>", "exec"), library)
+    with pytest.raises(ValueError, match="too many values") as caught:
+        library["forward"]()
+    assert known_failure(caught.value.with_traceback(caught.value.__traceback__.tb_next)) is None
+
+
+@pytest.mark.parametrize(
+    ("task", "wrong", "message"),
+    [
+        ("Phases", "list", "returns no optimizers by name"),
+        ("Phases", "returns", "step() does not yield a loss and the name"),
+        ("Phases", "yields one", "step() does not yield a loss and the name"),
+        ("Single", "pair", "returns a tuple, not one optimizer"),
+        ("Single", "class", "returns SGD, not one optimizer"),
+        ("Single", "other", "has no parameter of the model"),
+    ],
+)
+def test_optimizers_of_other_tools_are_told(ask, task, wrong, message):
+    """What configure_optimizers of Lightning may return, and a training_step."""
+    fields = {name: value for name, value in job().items() if name not in ("model", "loss", "metrics", "optimizer")}
+    with pytest.raises(ShoalError) as caught:
+        ask(fields | {"task": {"name": f"mistakes.py:{task}", "args": {"wrong": wrong}}})
+    assert (caught.value.code, caught.value.where) == ("SH861", "task")
+    assert message in caught.value.message
 
 
 def found(pattern, text):

@@ -421,6 +421,15 @@ def _wrong_number_of_inputs(facts: BatchFacts) -> Mistake | None:
     return Mistake("SH715", message, fix, about="forward")
 
 
+def _no_phases(facts: BatchFacts) -> Mistake | None:
+    """A `step` that returns its loss, or yields it without a name."""
+    said = r"object is not an iterator|iteration over a 0-d tensor|(?:too many|not enough) values to unpack"
+    if not facts.is_call or not re.search(said, facts.failure):
+        return None
+    fix = 'Write `yield loss, "name"` for each update; with one optimizer, write `loss` instead of `step`.'
+    return Mistake("SH861", "step() does not yield a loss and the name of its optimizer", fix, about="task")
+
+
 def _wrong_input_dtype(facts: BatchFacts) -> Mistake | None:
     if "argument #1 'indices' to have one of the following scalar types" in facts.failure:
         fix = "Give whole numbers: x.long() in forward, or int64 in the data."
@@ -487,9 +496,11 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     _named_entries,
     _lists,
     _wrong_number_of_inputs,
+    _no_phases,
 )
 _OF_FAILURES = (
     _wrong_device, _wrong_input_dtype, _classes_last, _other_label_type, _one_dimension_more, _wrong_input_shape,
     _no_such_row, _gradient_of_nothing, _of_another_loop, _named_entries, _lists, _wrong_number_of_inputs,
+    _no_phases,
 )  # fmt: skip
 """They read what torch said. Without a failure, no worker compiles their patterns."""
