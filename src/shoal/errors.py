@@ -458,18 +458,19 @@ def _process_limit_error(message: str) -> ShoalError:
 
 
 def closest_name(word: str, allowed: Iterable[str]) -> str:
-    """The allowed name that was probably meant, or ''. Case does not matter."""
+    """The allowed name that was probably meant, or ''. Case does not matter. A beginning that only one name has, such
+    as `acc`, is a short form of it."""
     by_folded = {name.casefold(): name for name in allowed}
-    found = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
+    begun = [name for name in by_folded if len(word) > 2 and name.startswith(word.casefold())]
+    found = begun if len(begun) == 1 else difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
     return by_folded[found[0]] if found else ""
 
 
 def did_you_mean(word: str, allowed: Iterable[str], *, most: int = 30) -> str:
     """A fix: the closest name, then the allowed names."""
     names = sorted(set(allowed))
-    close = closest_name(word, names)
     shown = ", ".join(names[:most]) + (", …" if len(names) > most else "")
-    hint = f"Did you mean '{close}'? " if close else ""
+    hint = f"Did you mean '{close}'? " if (close := closest_name(word, names)) else ""
     return f"{hint}Allowed: {shown}." if names else hint.strip()
 
 

@@ -59,6 +59,24 @@ class Ragged(Squares):
         return torch.zeros(i + 1), 0
 
 
+class Holder(Squares):
+    # Attributes that hold something else than a value for each sample.
+
+    def __init__(self):
+        super().__init__(3)
+        self.rows = [[1], [1, 2], [3]]
+        self.tensors = [torch.zeros(2), torch.zeros(3), torch.zeros(1)]
+        self.weights = torch.zeros(3, requires_grad=True)
+        self.half = torch.zeros(3, dtype=torch.bfloat16)
+        self.mean = torch.tensor(0.5)
+
+
+class Gaps(Squares):
+    def __getitem__(self, i):
+        if i != 3:
+            return super().__getitem__(i)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([])
@@ -119,6 +137,17 @@ def test_pairs(opened):
     assert source.column("id").tolist() == [0, 1, 2, 3]
     with pytest.raises(ShoalError, match=r"SH303.*group"):
         source.column("grop")
+
+
+def test_attributes_that_are_no_columns_are_left_alone(opened):
+    """Rows of different lengths, as a dataset of texts holds them, and a mean of one number."""
+    assert opened("Holder").own_columns() == ["group"]
+
+
+def test_a_sample_that_is_none_is_named(opened):
+    with pytest.raises(ShoalError, match="SH306 the dataset returns None for sample 3") as caught:
+        opened("Gaps").take(np.array([1, 3, 4]))
+    assert "`return`" in caught.value.fix
 
 
 def test_other_samples(opened):

@@ -163,6 +163,7 @@ MESSY = {
     "no names": ("1.5,2\n2.5,3\n", {"target": "y"}, "no column 'y'", "header: false"),
     "one field too few": ("x\n1,2\n", {}, "1 field expected, 2 found", "Fix the row"),
     "names in latin-1": ("höhe,y\n1,2\n".encode("latin-1"), {}, "names of columns cannot be read", "encoding: cp1252"),
+    "Parquet": (b"PAR1\x15\x04\xff\xfe", {}, "it is a Parquet file", "kind: parquet"),
     "words in latin-1": ("x,y\n1,hö\n".encode("latin-1"), {"target": "y"}, "invalid UTF8", "encoding: cp1252"),
     "utf-16": ("x,y\n1,2\n".encode("utf-16"), {}, "names of columns cannot be read", "encoding: utf-16"),
     "a word for no value": (f"{NUMBERED}?,2\n", {"target": "y"}, "'?' is not a number", "null_values: ['?']"),

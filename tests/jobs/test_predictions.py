@@ -21,6 +21,7 @@ import shoal
 from shoal.errors import ShoalError
 from shoal.jobs.predictions import _write as _write_file
 from shoal.jobs.predictions import predict, unlabelled_source
+from shoal.spec.data import DataConfig
 from shoal.spec.load import make_job
 from shoal.storage.export import export
 from shoal.tasks.own_loss import OwnLossTask
@@ -174,6 +175,16 @@ def test_sources_lose_their_target(job_dir):
     np.savez(job_dir / "a.npz", x=np.zeros((4, 3)), y=np.zeros(4))
     job = make_job(LETTERS | {"data": {"source": arrays, "split": "holdout"}}, base_dir=job_dir)
     assert unlabelled_source(job, "b.npz")["target"] is None
+
+
+@pytest.mark.parametrize(("kind", "data"), [("csv", "new.parquet"), ("parquet", "new.csv")])
+def test_new_rows_may_be_in_the_other_format_of_tables(job_dir, kind, data):
+    own = {"delimiter": ";", "encoding": "cp1252", "null_values": ["?"]} if kind == "csv" else {}
+    (job_dir / f"rows.{kind}").touch()
+    table = {"kind": kind, "path": f"rows.{kind}", "inputs": ["x"], "target": "y", "missing": {"x": "mean"}}
+    job = make_job(LETTERS | {"data": {"source": table | own, "split": "holdout"}}, base_dir=job_dir)
+    read = DataConfig.model_validate({"source": unlabelled_source(job, data)}).source
+    assert (read.kind, read.inputs, read.target, read.missing) == (Path(data).suffix[1:], ["x"], None, {"x": "mean"})
 
 
 def test_new_rows_are_encoded_as_those_of_the_training(run, job_dir, fork_server):

@@ -95,7 +95,7 @@ TABLE = {
     "no space in braces": Row("epochs: 2", "epochs: 2\nschedule: {name:x}", "SH102", 21, "", "`name: value`"),
     "anchor twice": Row("epochs: 2", "epochs: &a 2\nclip: {norm: &a 3}", "SH102", 21, "", "Rename one"),
     "colon in a value": Row("loss: CrossEntropyLoss", "loss: a: b", "SH102", 6, "", "quotes"),
-    "no colon": Row("epochs: 2", "epochs 2", "SH102", 21, "", "field: value"),
+    "no colon": Row("epochs: 2", "epochs 2", "SH102", 20, "", "field: value"),
     "not lined up": Row("    path: rows.csv", "   path: rows.csv", "SH102", 14, "", "Line it up"),
     "starts with @": Row("path: rows.csv", "path: @rows.csv", "SH102", 14, "", "quotes"),
     "starts with *": Row("path: rows.csv", "path: *.csv", "SH102", 14, "", "quotes"),
@@ -111,6 +111,8 @@ TABLE = {
     "unknown in a source": Row("    target: y", "    targt: y", "SH103", 15, "data.source.targt", "'target'"),
     "of another kind": Row("validation: 0.2", "folds: 5", "SH103", 18, "data.split.folds", "kfold"),
     "unknown in data": Row("  split:", "  spilt:", "SH103", 16, "data.spilt", "Did you mean 'split'?"),
+    "of data": Row("epochs: 2", "epochs: 2\naugment: MixUp", "SH103", 21, "augment", "write data.augment"),
+    "short form": Row("metrics: [accuracy]", "metrics: [acc]", "SH202", 7, "metrics.0", "Did you mean 'accuracy'?"),
     "a key that is a boolean": Row("seed: 1", "on: 1", "SH103", 2, "on", "Allowed: accumulate"),
     # -- missing fields
     "no path": Row("    path: rows.csv\n", "", "SH104", 12, "data.source.path", "Add `path:` with text"),

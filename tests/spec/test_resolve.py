@@ -172,7 +172,11 @@ def test_a_changed_file_is_read_again(folder: Path) -> None:
         ("net.py.Net", "SH203", "Write net.py:Net."),
         ("./net:Net", "SH203", "Write ./net.py:Net."),
         ("net:", "SH203", "package.module:name"),
-        ("net.py:Net()", "SH203", "package.module:name"),
+        ("net.py:Net()", "SH203", "write net.py:Net."),
+        ("net.py:Net(3)", "SH203", "write {name: net.py:Net, args: {…}}."),
+        ("nn.CrossEntropyLoss()", "SH203", "write CrossEntropyLoss."),
+        ("torch.optim.lr_scheduler.StepLR(1)", "SH203", "write {name: StepLR, args: {…}}."),
+        ("mine.nets.Net()", "SH203", "write mine.nets:Net."),
         ("", "SH203", "package.module:name"),
     ],
 )

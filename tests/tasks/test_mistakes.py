@@ -1,6 +1,7 @@
 """The commonest mistakes, each as a real job that `shoal check` checks: code, facts, the user's line and the fix."""
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from shoal.errors import CATALOGUE, EXIT_TRAIN, ShoalError
 from shoal.events import read_events
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
+from shoal.tasks.batch_facts import known_failure
 from shoal.tasks.mistakes import BatchFacts, TensorFacts, recognise
 from shoal.train.probe_main import check
 from tests.conftest import FIXTURES
@@ -88,6 +90,20 @@ ERRORS = {
         "accuracy compares classes, and the target is float32", "mse",
     ),
     "device": (job("OtherDevice"), "SH718", "device", "meta .* cpu", "device=x.device"),
+    "no labels": (job(labels="none"), "SH402", "loss", "a target NoneType", "returns (input, label)"),
+    "samples of lists": (job(inputs="lists"), "SH717", "inputs", "a list stands where", "torch.tensor(x)"),
+    "an input too few": (
+        job("TwoInputs"), "SH715", "two inputs", "TwoInputs.forward() is missing 1 required positional argument: "
+        "'other'; the batch is float32 [8, 6]", "one parameter for each input",
+    ),
+    "an input too many": (
+        job("NoInputs"), "SH715", "no inputs", "NoInputs.forward() takes 1 positional argument but 2 were given",
+        "(input, target)",
+    ),
+    "a loss of three": (
+        job(loss="mistakes.py:loss_of_three"), "SH402", "loss", "loss_of_three() is missing 1 required",
+        "(output, target)",
+    ),
 }  # fmt: skip
 
 
@@ -240,6 +256,34 @@ def test_a_mistake_in_a_task_of_ones_own_is_recognised(name, ask, job_dir):
     assert found(fix, failure.fix), failure.fix
 
 
+def test_what_a_library_gets_wrong_within_its_forward_is_not_explained():
+    library: dict[str, Any] = {}
+    exec(compile("def forward():\n    first, second = 1, 2, 3\n", "<library>", "exec"), library)
+    with pytest.raises(ValueError, match="too many values") as caught:
+        library["forward"]()
+    assert known_failure(caught.value.with_traceback(caught.value.__traceback__.tb_next)) is None
+
+
+@pytest.mark.parametrize(
+    ("task", "wrong", "message"),
+    [
+        ("Phases", "list", "returns no optimizers by name"),
+        ("Phases", "returns", "step() does not yield a loss and the name"),
+        ("Phases", "yields one", "step() does not yield a loss and the name"),
+        ("Single", "pair", "returns a tuple, not one optimizer"),
+        ("Single", "class", "returns SGD, not one optimizer"),
+        ("Single", "other", "has no parameter of the model"),
+    ],
+)
+def test_optimizers_of_other_tools_are_told(ask, task, wrong, message):
+    """What configure_optimizers of Lightning may return, and a training_step."""
+    fields = {name: value for name, value in job().items() if name not in ("model", "loss", "metrics", "optimizer")}
+    with pytest.raises(ShoalError) as caught:
+        ask(fields | {"task": {"name": f"mistakes.py:{task}", "args": {"wrong": wrong}}})
+    assert (caught.value.code, caught.value.where) == ("SH861", "task")
+    assert message in caught.value.message
+
+
 def found(pattern, text):
     """Words of the text, or a regular expression."""
     return pattern in text or re.search(pattern, text)
@@ -280,6 +324,13 @@ def test_a_run_tells_the_same_before_its_first_step(run):
     assert outcome.status == "finished"
     notes = [e["message"] for e in read_events(outcome.paths.events) if e.kind == "note"]
     assert [note for note in notes if note.startswith("SH719")]
+
+
+def test_a_sample_that_makes_the_loss_nan_is_named(run):
+    fields = job(inputs="gap")
+    outcome = run(fields | {"data": {"source": fields["data"]["source"]}})
+    assert outcome.error.code == "SH403"
+    assert "sample 17 of the data has a NaN" in outcome.error.message
 
 
 IDS = TensorFacts("int64", (8, 1, 10), name="input_ids")

@@ -57,6 +57,20 @@ def test_a_check_counts_what_the_job_has(ask):
     assert (answer["device"], answer["moving_buffers"]) == ("cpu", [])
 
 
+def test_a_schedule_that_fails_at_its_step_is_told(ask):
+    """torch looks at the arguments of a schedule when it makes a step."""
+    with pytest.raises(ShoalError) as caught:
+        ask("check", changes={"schedule": {"name": "StepLR", "every": "step", "args": {"step_size": "x"}}})
+    assert caught.value.code == "SH413"
+    assert "unsupported operand" in caught.value.message
+
+
+def test_an_optimizer_that_cannot_be_made_is_told_with_its_field(ask):
+    with pytest.raises(ShoalError) as caught:
+        ask("check", changes={"optimizer": {"name": "AdamW", "args": {"betas": 0.9}}})
+    assert (caught.value.code, caught.value.where) == ("SH208", "optimizer")
+
+
 def test_a_check_evaluates_one_batch_after_one_step(ask):
     answer = ask("check")
     assert answer["metrics"].keys() == {"loss", "accuracy"}

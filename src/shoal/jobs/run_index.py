@@ -18,6 +18,7 @@ from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
 from shoal.spec.receipt import FoldsReceipt, Receipt, read_receipt_file
 from shoal.spec.run_paths import RunPaths
+from shoal.spec.sources.config import TableConfig
 
 INDEX_FILE = ".index.json"
 
@@ -213,7 +214,7 @@ def source_override(job: Job, data: str, target: str) -> dict[str, Any] | None:
     endings = {".csv": "csv", ".parquet": "parquet"}
     kind = endings.get(Path(data).suffix, source["kind"]) if source["kind"] in endings.values() else source["kind"]
     if kind != source["kind"]:
-        source.pop("delimiter", None)
+        source = {name: value for name, value in source.items() if name in TableConfig.model_fields}
     local = data if "://" in data else str(Path(data).resolve())
     files = {"target": target if "://" in target else str(Path(target).resolve())} if target else {}
     return {**source, "kind": kind, "path": local, **files}

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec import schema
 from shoal.spec.base import Ref, Spec
+from shoal.spec.data import DataConfig
 from shoal.spec.migrate import RENAMED_FIELDS
 
 # Field names of other tools at the top of a job, and the field to write instead.
@@ -155,6 +156,8 @@ def _unknown_field(fault: FieldProblem) -> ShoalError:
         fix = f"'{name}' is for kind {', '.join(takers)}. {fix}"
     elif not fault.parent_path and name in _NAMES_IN_OTHER_TOOLS:
         fix = f"Write {_NAMES_IN_OTHER_TOOLS[name]}."
+    elif not fault.parent_path and name in DataConfig.model_fields:
+        fix = f"It belongs into the section data: write data.{name}."
     return error("SH103", f"unknown field '{name}'{inside}", where=fault.path, fix=fix)
 
 

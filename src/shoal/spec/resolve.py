@@ -70,6 +70,11 @@ def parse_ref(ref: Ref | str) -> ParsedRef:
 
 def _suggest_spelling(text: str) -> str:
     """A fix for a name with wrong syntax."""
+    if called := re.fullmatch(r"([^()]+)\((.*)\)", text):
+        name, given = called[1].strip(), called[2].strip()
+        name = re.sub(r"^(?:torch\.)?(?:nn|optim\.lr_scheduler|optim)\.(\w+)$", r"\1", name)
+        name = re.sub(rf"({_DOTTED})\.(\w+)", r"\1:\2", name) if ":" not in name and ".py" not in name else name
+        return f"Shoal calls it: write {{name: {name}, args: {{…}}}}." if given else f"Shoal calls it: write {name}."
     guesses = (
         (r"(.+\.py)", r"\1:name, with the class or function that the file defines"),
         (r"(.+\.py)(?:::|/|\.|#)(\w+)", r"\1:\2"),
@@ -323,8 +328,11 @@ def _library_paths() -> tuple[str, ...]:
 # ---- calling ----
 
 
-def build_ref(ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Sequence[str] = (), **extra: Any) -> Any:
-    """Import a name and call it with `leading`, the job's `args` and `extra` (which wins).
+def build_ref(
+    ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Sequence[str] = (), field: str = "", **extra: Any
+) -> Any:
+    """Import a name and call it with `leading`, the job's `args` and `extra` (which wins). `field` is the place of an
+    error that has no line of the user's own.
 
     Raises SH205 if the arguments do not fit the signature, SH206 if the object cannot be called, SH208 with
     the user's own line if the call fails, SH407 if the memory does not suffice.
@@ -341,7 +349,7 @@ def build_ref(ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Se
         if not is_users_failure(failure):
             raise
         code = "SH407" if is_out_of_memory(failure) else "SH208"
-        raise _user_code_error(code, failure, f"calling {ref.name}") from failure
+        raise _user_code_error(code, failure, f"calling {ref.name}", place=field) from failure
 
 
 def _check_arguments(name: str, made: Any, leading: int, arguments: Mapping[str, Any]) -> None:

@@ -230,7 +230,8 @@ def _yaml_error(failure: yaml.MarkedYAMLError, text: str, name: str) -> ShoalErr
             return found
     for pattern, message, fix in _PLAIN_MESSAGES:
         if match := re.search(pattern, problem):
-            return error("SH102", match.expand(message), where=_place(name, noticed), fix=fix)
+            place = begun if "could not find expected ':'" in problem else noticed
+            return error("SH102", match.expand(message), where=_place(name, place), fix=fix)
     return error("SH102", problem, where=_place(name, noticed))
 
 

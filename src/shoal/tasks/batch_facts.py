@@ -136,10 +136,13 @@ def known_failure(
 ) -> ShoalError | None:
     """The error for an exception of the model, or of a loss of the user's own, that is recognised by its text and by
     what torch's loss was given. It is at the user's line, or at the line of `model` that is to be changed."""
-    found = recognise(replace(_failed_call(failure), inputs=inputs))
+    forwards = [frame for frame, _ in traceback.walk_tb(failure.__traceback__) if frame.f_code.co_name == "forward"]
+    is_call = not user_line(failure) and not forwards  # a library's forward that calls another is its own affair
+    found = recognise(replace(_failed_call(failure), inputs=inputs, is_call=is_call))
     if found is None:
         return None
     places = [place_of(found, model)] if found.about == "output" and model is not None else []
+    places += [_line(type(model).forward, 0)] if found.about == "forward" and model is not None else []
     where = next((one for one in (*places, user_line(failure)) if one not in ("", "model")), place_of(found, None))
     return error(found.code, found.message, where=where, fix=found.fix)
 
@@ -162,7 +165,7 @@ def mistake_error(mistake: Mistake, model: nn.Module | None) -> ShoalError:
 
 
 def place_of(mistake: Mistake, model: nn.Module | None) -> str:
-    fields = {"target": "data.source", "loss": "loss"}
+    fields = {"target": "data.source", "loss": "loss", "task": "task"}
     if mistake.about in fields or model is None:
         return fields.get(mistake.about, "model")
     words = {"SH716": _WORDS_BEFORE_NO_GRADIENT, "SH719": ("softmax", "sigmoid")}.get(mistake.code, ())

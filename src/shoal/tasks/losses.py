@@ -205,6 +205,8 @@ def _fix(loss: Any, output: Any, target: Any) -> str:
         return f"Write a Task: {type(loss).__name__} takes more than an output and a target."
     if output is None:
         return "`forward` returns nothing: let it end with `return`."
+    if target is None:
+        return "The data has no labels: name `target` in data.source; a Dataset of your own returns (input, label)."
     if isinstance(target, list | tuple) and any(isinstance(value, str) for value in target):
         return "The labels are texts: return the number of each class, such as names.index(label)."
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):

@@ -47,7 +47,8 @@ class TensorFacts:
 @dataclass(frozen=True)
 class BatchFacts:
     """What is known of a forward pass. `failure` is what torch said, `last_op` the operation that made the output,
-    `ignored` the target that the loss ignores, `classes` the number of outputs that count classes."""
+    `ignored` the target that the loss ignores, `classes` the number of outputs that count classes. `is_call`: no line
+    of the user's failed, but Shoal's call of the model."""
 
     loss: str = ""
     inputs: tuple[TensorFacts, ...] = ()
@@ -57,6 +58,7 @@ class BatchFacts:
     last_op: str = ""
     has_gradient: bool = True
     failure: str = ""
+    is_call: bool = False
 
     @property
     def in_config(self) -> str:
@@ -391,6 +393,43 @@ def _named_entries(facts: BatchFacts) -> Mistake | None:
     return Mistake("SH714", message, fix, about="failure")
 
 
+def _lists(facts: BatchFacts) -> Mistake | None:
+    """Samples of lists: torch's collate makes a list of tensors of them, one for each place."""
+    if not re.search(
+        r"must be Tensor, not (?:list|tuple)|'(?:list|tuple)' object has no attribute '(?:view|reshape|float|long|shape"
+        r"|size|dim|flatten|squeeze|unsqueeze|permute|to|device|dtype|mean)'",
+        facts.failure,
+    ):
+        return None
+    fix = "Let the dataset return tensors or arrays, not lists: torch.tensor(x); in forward join tensors by stack."
+    return Mistake("SH717", f"a list stands where a tensor belongs{_given(facts)}", fix, about="failure")
+
+
+def _wrong_number_of_inputs(facts: BatchFacts) -> Mistake | None:
+    found = re.search(r"(\S+\(\)) (?:(missing .*)|(takes .*))", facts.failure)
+    if not found or not facts.is_call:
+        return None
+    name, missing, taken = found.groups()
+    message = f"{name} is {missing}{_given(facts)}" if missing else f"{name} {taken}{_given(facts)}"
+    if not name.endswith(".forward()"):
+        return Mistake("SH402", message, "A loss takes (output, target), that of a Task (model, batch).", about="loss")
+    message = message if missing else f"{name} {taken}, `self` among them{_given(facts)}"
+    fix = (
+        "Give forward one parameter for each input: all entries of a sample but the last, which is the target. A "
+        "Dataset for a model of one input returns (input, target)."
+    )
+    return Mistake("SH715", message, fix, about="forward")
+
+
+def _no_phases(facts: BatchFacts) -> Mistake | None:
+    """A `step` that returns its loss, or yields it without a name."""
+    said = r"object is not an iterator|iteration over a 0-d tensor|(?:too many|not enough) values to unpack"
+    if not facts.is_call or not re.search(said, facts.failure):
+        return None
+    fix = 'Write `yield loss, "name"` for each update; with one optimizer, write `loss` instead of `step`.'
+    return Mistake("SH861", "step() does not yield a loss and the name of its optimizer", fix, about="task")
+
+
 def _wrong_input_dtype(facts: BatchFacts) -> Mistake | None:
     if "argument #1 'indices' to have one of the following scalar types" in facts.failure:
         fix = "Give whole numbers: x.long() in forward, or int64 in the data."
@@ -455,9 +494,13 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     _gradient_of_nothing,
     _of_another_loop,
     _named_entries,
+    _lists,
+    _wrong_number_of_inputs,
+    _no_phases,
 )
 _OF_FAILURES = (
     _wrong_device, _wrong_input_dtype, _classes_last, _other_label_type, _one_dimension_more, _wrong_input_shape,
-    _no_such_row, _gradient_of_nothing, _of_another_loop, _named_entries,
+    _no_such_row, _gradient_of_nothing, _of_another_loop, _named_entries, _lists, _wrong_number_of_inputs,
+    _no_phases,
 )  # fmt: skip
 """They read what torch said. Without a failure, no worker compiles their patterns."""

@@ -79,7 +79,7 @@ def build_instance(ref: Ref, kind: type[Made], kind_name: str, *leading: Any, fi
     fix = _how_to_give(kind_name, named)
     if inspect.isclass(named) and not issubclass(named, kind):
         raise error("SH206", f"the class '{ref.name}' is not a {kind_name}", where=field, fix=fix)
-    made = build_ref(ref, *leading, base_dir=base_dir, default_modules=modules)
+    made = build_ref(ref, *leading, base_dir=base_dir, default_modules=modules, field=field)
     if not isinstance(made, kind):
         message = f"'{ref.name}' returns a {type(made).__name__}, not a {kind_name}"
         raise error("SH206", message, where=field, fix=fix)
@@ -163,4 +163,6 @@ def build_lr_schedule(
     totals = {"steps": steps, "epochs": epochs}
     args = {k: totals.get(v, v) if isinstance(v, str) else v for k, v in spec.args.items()}
     ref = Ref(name=spec.name, args=args)
-    return build_ref(ref, optimizer, base_dir=base_dir, default_modules=DEFAULT_MODULES["schedule"])
+    return build_ref(
+        ref, optimizer, base_dir=base_dir, default_modules=DEFAULT_MODULES["schedule"], field="schedule.args"
+    )

@@ -30,6 +30,15 @@ FUSED_CPU_DTYPES: Mapping[str, Collection[torch.dtype]] = {"Adam": _ALL, "AdamW"
 def make_optimizer(job: Job, task: Task, model: nn.Module) -> Optimizer:
     """The Task's own optimizer, or the job's, checked. SH860 if its step needs passes that the job cannot give."""
     optimizer = task.optimizer(model) or build_optimizer(job.optimizer, model, base_dir=job.base_dir)
+    if not isinstance(optimizer, Optimizer):
+        what = optimizer.__name__ if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        message = f"{type(task).__name__}.optimizer(model) returns {what}, not one optimizer"
+        fix = "Return one; `schedule` of the job takes the schedule, and optimizers(model) returns several by name."
+        raise error("SH861", message, where="task", fix=fix)
+    own = set(model.parameters())
+    if not any(p in own for group in optimizer.param_groups for p in group["params"]):
+        message = f"the optimizer of {type(task).__name__} has no parameter of the model"
+        raise error("SH861", message, where="task", fix="Make it of the parameters of `model`, its argument.")
     check_optimizer(optimizer)
     what = f"{type(optimizer).__name__}, which computes the loss several times in a step"
     if needs_closure(optimizer) and (problem := check_passes(job, what, where="optimizer")):
@@ -50,7 +59,7 @@ def check_task(job: Job, task: Task) -> None:
 def make_optimizers(job: Job, task: Task, model: nn.Module) -> Mapping[str, Optimizer]:
     """The optimizers of a task with phases, checked."""
     found = task.optimizers(model)
-    if not found or not all(isinstance(one, Optimizer) for one in found.values()):
+    if not isinstance(found, Mapping) or not found or not all(isinstance(one, Optimizer) for one in found.values()):
         raise error("SH861", f"{type(task).__name__}.optimizers(model) returns no optimizers by name", where="task")
     for name, one in found.items():
         check_optimizer(one)

@@ -210,6 +210,7 @@ def build_loop(
         best=best,
         has_state=has_state,
     )
+    progress.source = built.data.train.source
     context = StepContext(
         sampler=built.sampler,
         batches=_watched_batches(make_batch_loader(built, report=reporter.report), watch),

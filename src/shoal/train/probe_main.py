@@ -80,12 +80,13 @@ def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
     start = time.perf_counter()
     passes = LonePasses(built)
     replica.begin_step()
-    if isinstance(replica, MultiPassReplica):
-        loss = float(replica.take_step(0, passes))
-    else:
-        total = passes.total(lambda lane, batch, share: replica.forward_backward(0, lane, batch, share=share))
-        assert total is not None
-        loss = float(replica.apply(0, total))  # one update with the whole batch, whichever sync the job has
+    with wrap_user_errors("SH413", "one step"):
+        if isinstance(replica, MultiPassReplica):
+            loss = float(replica.take_step(0, passes))
+        else:
+            total = passes.total(lambda lane, batch, share: replica.forward_backward(0, lane, batch, share=share))
+            assert total is not None
+            loss = float(replica.apply(0, total))  # one update with the whole batch, whichever sync the job has
     notes += _loss_notes(built, has_weight=passes.has_weight)
     seconds = time.perf_counter() - start
     part = next(iter(built.data.held_out.values()), None)

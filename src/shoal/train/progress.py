@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.collectives.outcome import Committed
 from shoal.data.samplers import LaneSampler
+from shoal.data.source import DataSource
 from shoal.errors import error
 from shoal.events import Event
 from shoal.spec.view import position_of
@@ -46,6 +49,8 @@ class Progress:
         self.loss = math.nan
         self.metrics: Metrics = {}
         self.evaluated_at: int | None = None
+        self.source: DataSource | None = None
+        """The training data, in which the cause of a loss that is no number is looked for."""
         self._sampler = sampler
         self._task = task
 
@@ -88,8 +93,23 @@ class Progress:
             return False
         self.stats.notify_watchers(step, loss=self.loss, lr=lr, samples=samples)
         if not self.reporter.stop_reason:
-            raise error("SH403", f"the loss is {self.loss} at step {step}", where=self.reporter.stream.who)
+            message, sample = f"the loss is {self.loss} at step {step}", self._broken_sample(step)
+            if sample is not None:
+                message += f": sample {sample} of the data has a NaN or an infinite number among its inputs"
+            fix = "Correct that sample, or leave it out of the dataset." if sample is not None else ""
+            raise error("SH403", message, where=self.reporter.stream.who, fix=fix)
         return True
+
+    def _broken_sample(self, step: int) -> int | None:
+        """A sample of the step with a number that is not finite, as the source has it. Only a failing run asks."""
+        with contextlib.suppress(Exception):  # the loss is what the run fails of, whatever the data does now
+            for lane in range(self._sampler.lanes):
+                ids = self._sampler.ids(step - 1, lane)
+                for value in self.source.take(ids).inputs if self.source is not None else ():
+                    finite = torch.isfinite(value).reshape(len(ids), -1).all(1)
+                    if not finite.all():
+                        return int(ids[int((~finite).nonzero()[0])])
+        return None
 
     def flush(self, lr: float) -> None:
         """Report all steps so far."""

@@ -48,6 +48,7 @@ from shoal.errors import ShoalError, did_you_mean, error, plural
 from shoal.spec.sources.config import CsvSourceConfig
 
 _SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".csv.bz2", ".csv.zst")
+PARQUET_MAGIC = b"PAR1"
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 _COMPRESSION_RATIO = 5
 _BLOCK_BYTES = 1 << 20
@@ -219,7 +220,10 @@ class CsvReader:
 
     def _encoding_error(self, message: str, path: str) -> ShoalError:
         with pa.input_stream(path) as stream:
-            other = "utf-16" if stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "cp1252"
+            first = stream.read(4)
+        if first == PARQUET_MAGIC:
+            return error("SH307", "it is a Parquet file", where=path, fix="Write `kind: parquet` in data.source.")
+        other = "utf-16" if first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "cp1252"
         fix = f"Write how its characters are stored in data.source: `encoding: {other}`, or save it as UTF-8."
         return error("SH307", f"{message}: it is no text in {self._encoding}", where=path, fix=fix)
 

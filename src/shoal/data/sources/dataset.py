@@ -81,6 +81,9 @@ def make_batch(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:
     except Exception as failure:  # torch raises TypeError and RuntimeError, types of the user anything
         message = f"samples {format_ids(ids)} do not make a batch: {describe_exception(failure)}"
         fix = "Give samples of one type and shape, or write `collate` in data.source."
+        if missing := [int(i) for i, sample in zip(ids, samples, strict=True) if sample is None]:
+            message = f"the dataset returns None for sample {missing[0]}"
+            fix = "Return a sample for each number below the length: __getitem__ may lack a `return`."
         if "PIL." in message:
             fix = "Make tensors of the images: transform=torchvision.transforms.ToTensor(), or numpy.asarray(image)."
         raise error("SH306", message, fix=fix) from failure
@@ -195,10 +198,16 @@ class PythonDatasetSource(DataSource):
         return cast(Array, self._attribute(name))
 
     def _attribute(self, name: str) -> Array | None:
+        """An attribute with one value per sample. The samples themselves, in rows of different lengths, are none."""
         value = getattr(self._dataset, name, None)
-        if isinstance(value, list | tuple | np.ndarray | Tensor) and len(value) == len(self):
+        if not isinstance(value, list | tuple | np.ndarray | Tensor) or getattr(value, "ndim", 1) == 0:
+            return None
+        if len(value) != len(self):
+            return None
+        try:
             return np.asarray(value)
-        return None
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor that needs a gradient
+            return None
 
     def _target(self, i: int) -> Any:
         (sample,) = self._samples([i])
