@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from shoal.jobs.search.journal import AnyRow, DecidedRow, EndedRow, ForgottenRow, ShapeRow, StartedRow, ToldRow
 from shoal.plan.search.make import objectives
-from shoal.plan.search.values import counted, violation
+from shoal.plan.search.values import counted, in_one_number, violation
 from shoal.spec.job import Job
 from shoal.spec.receipt import mean_of
 from shoal.spec.search import ConstraintConfig, ObjectiveConfig
@@ -169,6 +171,13 @@ class Judge:
 
     def values(self, trial: TrialEntry) -> dict[str, float]:
         return {goal.metric: self.value(trial, i) for i, goal in enumerate(self.objectives)}
+
+    def scores(self, trials: Sequence[TrialEntry], unit: int) -> dict[int, float]:
+        """By number, how the plan ranks these trials after so many units: larger is better."""
+        goals = range(len(self.objectives))
+        table = np.array([[self.score(t, goal, unit=unit) for goal in goals] for t in trials])
+        broken = np.array([violation(self.constraints, t.rows, t.facts, means=self.means) for t in trials])
+        return dict(zip((t.number for t in trials), in_one_number(table, broken).tolist(), strict=True))
 
     def breaks(self, trial: TrialEntry) -> bool:
         """Whether it breaks a constraint, so that it cannot win."""
