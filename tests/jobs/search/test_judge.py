@@ -31,11 +31,11 @@ KINDS = {
 }
 
 
-def played(tmp_path, asked):
+def played(tmp_path, asked, metrics=overfitting):
     """A search of trials that overfit, as its directory tells it."""
     job = search_job(**asked)
     rows = continued(
-        job, [], metrics=overfitting, facts=lambda changes: {"parameters": round(1000 * changes["optimizer.args.lr"])}
+        job, [], metrics=metrics, facts=lambda changes: {"parameters": round(1000 * changes["optimizer.args.lr"])}
     )
     paths = search_dir.create(job, tmp_path)
     journal = Journal(paths.journal)
@@ -118,3 +118,11 @@ def test_a_trial_keeps_the_weights_of_the_value_that_counts(metric, own, best, t
     assert trial_job(job, {"optimizer.args.lr": 0.01}, paths).best.model_dump() == best
     found = played(tmp_path, {"metric": metric})
     assert own or yaml.safe_load(best_job_text(found))["best"] == best
+
+
+def test_a_copy_counts_for_what_it_trains_itself(tmp_path):
+    """A budget counts the training of the copied trial once."""
+    policy = {"kind": "population", "size": 4, "every": 2, "sampler": "random"}
+    found = played(tmp_path, {"policy": policy, "space": {"optimizer.args.lr": {"low": 1e-4, "high": 1e-1}}})
+    assert any(trial.copy_of for trial in found.table.trials.values())
+    assert found.table.spent == pytest.approx(found.summary.spent)

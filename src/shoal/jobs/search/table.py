@@ -40,8 +40,9 @@ class TrialEntry:
 
     @property
     def done(self) -> float:
-        """The part of a whole training that is done."""
-        return self.unit / self.units if self.units else 0.0
+        """The part of a whole training that it has done: a copy begins with what another trial has done."""
+        begun_at = self.copy_of[1] if self.copy_of else 0
+        return (self.unit - begun_at) / self.units if self.units else 0.0
 
     @property
     def cost_so_far(self) -> float:
