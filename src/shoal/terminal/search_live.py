@@ -189,7 +189,7 @@ def _trial_rows(progress: SearchProgress) -> list[tuple[dict[str, str], str, str
     runs = {run.stretch.trial: run for run in progress.runs.active}
     ranked = judge.ranked(progress.table)
     shown = {t.number: t for t in [progress.table.trials[n] for n in runs if n in progress.table.trials] + ranked}
-    best = ranked[0].number if ranked and not judge.breaks(ranked[0]) else None
+    best = judge.best(progress.table)
     for trial in list(shown.values())[:MAX_TRIALS_SHOWN]:
         run = runs.get(trial.number)
         facts = {
@@ -199,7 +199,7 @@ def _trial_rows(progress: SearchProgress) -> list[tuple[dict[str, str], str, str
             "state": "running" if run else trial.state,
             "workers": str(len(run.state.training_workers)) if run and run.state else "",
         }
-        style = "bold" if trial.number == best else "" if run else "dim"
+        style = "bold" if trial is best else "" if run else "dim"
         rows.append((facts, describe_changes(trial.changes), style))
     return rows
 

@@ -11,6 +11,7 @@ from shoal.jobs.search.summary import best_job_text, read_search, search_data
 from shoal.jobs.search.trials import trial_job
 from shoal.plan.search.make import objectives
 from shoal.spec.job import MonitorConfig
+from shoal.terminal.search_report import spent_text
 from tests.jobs.search.test_replay import continued, search_job
 
 
@@ -120,9 +121,45 @@ def test_a_trial_keeps_the_weights_of_the_value_that_counts(metric, own, best, t
     assert own or yaml.safe_load(best_job_text(found))["best"] == best
 
 
+def prefixes(found):
+    """The search after each of its results, as another process reads it."""
+    rows = [row for row in found.rows if not isinstance(row, EndedRow)]
+    for length, row in enumerate(rows):
+        if isinstance(row, ToldRow):
+            found.paths.journal.write_text("".join(r.model_dump_json() + "\n" for r in rows[: length + 1]))
+            yield read_search(found.paths)
+
+
+def test_a_repetition_with_another_seed_is_never_the_best(tmp_path):
+    """A later seed may have easier validation data. The repeated trial wins or loses, with the mean over its seeds."""
+
+    def easier(changes, unit):
+        return {"accuracy": unit - abs(changes["optimizer.args.lr"] - 0.01) + 100 * ("seed" in changes)}
+
+    found = played(tmp_path, {"repeat": 2, "budget": "4 trials"}, metrics=easier)
+    seen = [(now.best, now.ranked[0]) for now in prefixes(found)]
+    assert any("seed" in first.changes for _, first in seen)
+    assert all("seed" not in best.changes for best, _ in seen)
+
+
+def test_the_best_of_several_metrics_has_all_of_them(tmp_path):
+    """The number of parameters is known before anything is trained."""
+    found = played(tmp_path, {"metric": ["parameters", "accuracy"]})
+    assert [now.best.rows != [] for now in prefixes(found)] == [True] * len(found.table.told)
+
+
 def test_a_copy_counts_for_what_it_trains_itself(tmp_path):
     """A budget counts the training of the copied trial once."""
     policy = {"kind": "population", "size": 4, "every": 2, "sampler": "random"}
     found = played(tmp_path, {"policy": policy, "space": {"optimizer.args.lr": {"low": 1e-4, "high": 1e-1}}})
     assert any(trial.copy_of for trial in found.table.trials.values())
     assert found.table.spent == pytest.approx(found.summary.spent)
+
+
+def test_a_budget_of_trials_counts_no_refused_trial_and_no_repetition(tmp_path):
+    found = played(tmp_path, {"repeat": 3, "budget": "6 trials", "constraints": ["parameters <= 5"]})
+    states = [trial["state"] for trial in search_data(found)["trials"]]
+    assert states.count("refused") > 0
+    assert "proposed" not in states
+    assert len(states) > 6 + states.count("refused")
+    assert spent_text(found.table, found.job).startswith("6/6 trials")

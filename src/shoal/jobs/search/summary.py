@@ -67,7 +67,7 @@ class StoredSearch:
         """The winner, or the best so far that breaks no constraint."""
         if self.table.ended is not None:
             return None if self.table.ended.best is None else self.table.trials.get(self.table.ended.best)
-        return next((trial for trial in self.ranked if not self.judge.breaks(trial)), None)
+        return self.judge.best(self.table)
 
 
 def load_search(name: str, runs: Path) -> StoredSearch:
@@ -94,7 +94,7 @@ def best_job_text(found: StoredSearch) -> str:
 def trial_data(found: StoredSearch, trial: TrialEntry) -> dict[str, Any]:
     return {
         "trial": trial.number,
-        "state": trial.state,
+        "state": found.judge.phase(trial),
         "unit": trial.unit,
         "units": trial.units,
         "values": found.judge.values(trial),

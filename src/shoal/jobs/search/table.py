@@ -149,16 +149,18 @@ class SearchTable:
 
 @dataclass(frozen=True)
 class Judge:
-    """What the trials of a search are worth, as its plan counts them. `means`: over folds or seeds."""
+    """What the trials of a search are worth, as its plan counts them. `means`: over folds or seeds. `repeated`: the
+    best few are trained with other seeds at the end."""
 
     objectives: Sequence[ObjectiveConfig]
     constraints: Sequence[ConstraintConfig] = ()
     means: bool = False
+    repeated: bool = False
 
     @classmethod
     def of(cls, job: Job) -> Judge:
         assert job.search is not None
-        return cls(objectives(job), job.search.constraints, job.averages_runs)
+        return cls(objectives(job), job.search.constraints, job.averages_runs, job.search.repeat > 1)
 
     def value(self, trial: TrialEntry, objective: int = 0) -> float:
         """As the metric is written; nan if there is none."""
@@ -170,9 +172,6 @@ class Judge:
         rows, several = trial.rows[:unit], len(self.objectives) > 1
         return counted(self.objectives[objective], rows, trial.facts, means=self.means, several=several)
 
-    def values(self, trial: TrialEntry) -> dict[str, float]:
-        return {goal.metric: self.value(trial, i) for i, goal in enumerate(self.objectives)}
-
     def scores(self, trials: Sequence[TrialEntry], unit: int) -> dict[int, float]:
         """By number, how the plan ranks these trials after so many units: larger is better."""
         goals = range(len(self.objectives))
@@ -180,11 +179,33 @@ class Judge:
         broken = np.array([violation(self.constraints, t.rows, t.facts, means=self.means) for t in trials])
         return dict(zip((t.number for t in trials), in_one_number(table, broken).tolist(), strict=True))
 
+    def values(self, trial: TrialEntry) -> dict[str, float]:
+        return {goal.metric: self.value(trial, i) for i, goal in enumerate(self.objectives)}
+
     def breaks(self, trial: TrialEntry) -> bool:
         """Whether it breaks a constraint, so that it cannot win."""
         return violation(self.constraints, trial.rows, trial.facts, means=self.means) > 0
 
+    def best(self, table: SearchTable) -> TrialEntry | None:
+        """The best trial so far that can win: it breaks no constraint, and repeats no other one."""
+        able = (trial for trial in self.ranked(table) if not self.breaks(trial) and not self.repeats(trial))
+        return next(able, None)
+
+    def phase(self, trial: TrialEntry) -> str:
+        """Its state; `refused` if a fact breaks a constraint, so that it is not trained."""
+        return "refused" if trial.state == "proposed" and self.breaks(trial) else trial.state
+
+    def repeats(self, trial: TrialEntry) -> bool:
+        """Whether it trains the values of another trial with another seed, at the end of the search."""
+        return self.repeated and "seed" in trial.changes
+
+    def begun(self, table: SearchTable) -> list[TrialEntry]:
+        """The trials that a budget counts: none that a fact refused, and no repetitions."""
+        return [t for t in table.trials.values() if t.state != "proposed" and not self.repeats(t)]
+
     def ranked(self, table: SearchTable) -> list[TrialEntry]:
-        """Trials with a value, the best first; those that break a constraint come last."""
-        valued = [t for t in table.trials.values() if t.state != "failed" and math.isfinite(self.score(t))]
+        """Trials with all values, the best first; those that break a constraint come last."""
+        goals = range(len(self.objectives))
+        alive = (t for t in table.trials.values() if t.state != "failed")
+        valued = [t for t in alive if all(math.isfinite(self.score(t, goal)) for goal in goals)]
         return sorted(valued, key=lambda t: (self.breaks(t), -self.score(t), t.number))
