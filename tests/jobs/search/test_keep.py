@@ -2,8 +2,9 @@
 
 import pytest
 
-from shoal.jobs.search.journal import DecidedRow, ForgottenRow, ShapeRow, ToldRow
+from shoal.jobs.search.journal import DecidedRow, EndedRow, ForgottenRow, ShapeRow, ToldRow
 from shoal.jobs.search.keep import Keeper
+from shoal.jobs.search.receipt import make_receipt
 from shoal.jobs.search.search_dir import create
 from shoal.jobs.search.table import SearchTable
 
@@ -97,3 +98,19 @@ def test_what_the_search_ranks_lower_is_forgotten_first(asked, unit, worse, make
         file.write_bytes(bytes([number]) * 1000)
     forgotten = [row.trial for row in Keeper(job, paths).make_room(SearchTable.of(rows), busy=())]
     assert forgotten.index(1) < forgotten.index(0)
+
+
+def test_a_trial_that_is_forgotten_twice_counts_once(make, job_dir):
+    job = make()
+    ends = {"slot": 0, "trial": 0, "changes": {}, "begins": 0.0, "ends": 1.0}
+    rows = [
+        ShapeRow(trial=0, changes={}, units=UNITS, cost=1.0),
+        DecidedRow(number=0, start=0, end=1, **ends),
+        ToldRow(number=0, rows=[{"accuracy": 0.5}]),
+        ForgottenRow(trial=0),
+        DecidedRow(number=1, start=1, end=2, **ends),
+        ToldRow(number=1, rows=[{"accuracy": 0.5}]),
+        ForgottenRow(trial=0),
+        EndedRow(best=0, why="it ends"),
+    ]
+    assert make_receipt(job, create(job, job_dir / "runs"), rows, workers=1, total_s=1.0).forgotten == 1
