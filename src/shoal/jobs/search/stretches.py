@@ -212,7 +212,7 @@ class StretchRuns:
         except ShoalError as failure:
             if trials.failure_code(failure) in trials.SEARCH_CODES:
                 raise
-            return ToldRow(number=run.stretch.number, failure=trials.describe_failure(failure))
+            return ToldRow(number=run.stretch.number, failure=trials.describe_failure(failure, run.job))
         if result.status == "failed":
             return self._failure(run, result)
         rows = trials.stretch_rows(run.paths, run.stretch, run.shape.boundaries)
@@ -235,7 +235,7 @@ class StretchRuns:
         return ToldRow(
             number=run.stretch.number,
             rows=[dict(row) for row in rows],
-            failure=trials.describe_failure(failure),
+            failure=trials.describe_failure(failure, run.job),
             machine=machine,
         )
 
