@@ -197,6 +197,14 @@ def test_a_search_with_fewer_workers_than_a_trial_needs_is_refused_before_anythi
     assert not (job_dir / "runs").exists()
 
 
+@pytest.mark.parametrize("workers", [0, -1])
+def test_a_search_has_at_least_one_worker(workers, make, job_dir):
+    with pytest.raises(ShoalError) as caught:
+        run_search(make(), runs=job_dir / "runs", workers=workers)
+    assert (caught.value.code, caught.value.where) == ("SH106", "workers")
+    assert not (job_dir / "runs").exists()
+
+
 def test_a_trial_that_needs_more_workers_than_there_are_ends_the_wait(make, job_dir):
     """Where no single value of the space showed it before."""
     paths = create(make(), job_dir / "runs")

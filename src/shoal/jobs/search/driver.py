@@ -411,7 +411,7 @@ def check_searchable(job: Job) -> None:
 
 def _workers_of(job: Job, asked: int | None) -> int:
     """The workers of all trials together. SH106 if they are too few for one of the trials."""
-    count = asked or initial_workers(job, capacity_of(job.engine))
+    count = initial_workers(job, capacity_of(job.engine)) if asked is None else asked
     check_workers(count, needed=workers_of_largest_trial(job))
     return count
 
