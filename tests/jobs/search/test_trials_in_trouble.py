@@ -15,6 +15,7 @@ from shoal.jobs import run_dir
 from shoal.jobs.search.driver import run_search
 from shoal.jobs.search.journal import ShapeRow
 from shoal.jobs.search.search_dir import SearchPaths, create, find
+from shoal.jobs.search.space_file import search_fields
 from shoal.jobs.search.stopping import stop_search
 from shoal.jobs.search.stretches import StretchRuns
 from shoal.jobs.search.summary import compare_searches, read_search
@@ -195,6 +196,13 @@ def test_a_search_with_fewer_workers_than_a_trial_needs_is_refused_before_anythi
         search(2, search={"space": SHARDED}, lanes=4, workers=4)
     assert (caught.value.code, caught.value.where) == ("SH106", "workers")
     assert not (job_dir / "runs").exists()
+
+
+@pytest.mark.parametrize("space", [[1], "optimizer.args.lr"])
+def test_a_space_from_python_that_is_no_section_is_an_error_of_the_user(space):
+    with pytest.raises(ShoalError) as caught:
+        search_fields(space)
+    assert (caught.value.code, caught.value.where) == ("SH105", "space")
 
 
 @pytest.mark.parametrize("workers", [0, -1])
