@@ -1,10 +1,14 @@
 """What is shown of trials is what the plan counts: also for metrics that become worse, means, and constraints."""
 
+import json
 import math
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from shoal import cli
+from shoal.errors import ShoalError
 from shoal.jobs.search import search_dir
 from shoal.jobs.search.journal import EndedRow, Journal, StartedRow, ToldRow
 from shoal.jobs.search.summary import best_job_text, read_search, search_data
@@ -163,3 +167,43 @@ def test_a_budget_of_trials_counts_no_refused_trial_and_no_repetition(tmp_path):
     assert "proposed" not in states
     assert len(states) > 6 + states.count("refused")
     assert spent_text(found.table, found.job).startswith("6/6 trials")
+
+
+def strict_json(arguments):
+    """What a command prints, as readers take it that know no NaN."""
+    shown = CliRunner().invoke(cli.app, ["search", *map(str, arguments), "--json"])
+    assert shown.exit_code in (0, 1), shown.output
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    return json.loads(shown.stdout, parse_constant=refuse)
+
+
+def test_show_writes_json_also_of_numbers_that_are_not_finite(tmp_path):
+    def diverging(changes, unit):
+        return {"accuracy": math.nan if unit else 0.5, "loss": math.inf}
+
+    found = played(tmp_path, {"constraints": ["parameters <= 5"], "budget": "4 trials"}, metrics=diverging)
+    trials = strict_json(["show", found.paths.root])["trials"]
+    assert {trial["state"]: trial["values"] for trial in trials}["refused"] == {}
+    trained = next(trial for trial in trials if trial["unit"] > 1)
+    assert trained["values"] == {"accuracy": 0.5}
+    assert trained["rows"][1] == {"accuracy": "NaN", "loss": "Infinity"}
+
+
+def test_compare_writes_both_searches_also_if_they_have_one_name(tmp_path):
+    found = [played(tmp_path / name, {"budget": "2 trials"}).paths.root for name in "ab"]
+    assert found[0].name == found[1].name
+    compared = strict_json(["compare", *found])
+    assert compared["same"]
+    assert list(compared["searches"]) == [str(root) for root in found]
+
+
+def test_a_search_that_ended_without_a_winner_is_not_waited_for(tmp_path):
+    found = played(tmp_path, {"constraints": ["loss <= 0"], "budget": "2 trials"})
+    with pytest.raises(ShoalError) as caught:
+        best_job_text(found)
+    assert caught.value.code == "SH606"
+    assert "Wait" not in str(caught.value)
+    assert "shoal search show" in caught.value.fix
