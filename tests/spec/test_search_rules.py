@@ -4,6 +4,7 @@ import pytest
 
 from shoal.errors import ErrorGroup
 from shoal.spec.search import BudgetConfig, SearchConfig
+from shoal.spec.yaml_document import parse_document
 from tests.plan.search.simulated_search import job_of
 
 LR = "optimizer.args.lr"
@@ -125,6 +126,17 @@ def test_a_bad_space_names_the_field(case):
 def test_a_bad_search_names_the_field(case):
     search, code, place = BAD_SEARCHES[case]
     assert (code, f"search.{place}") in problems(search)
+
+
+@pytest.mark.parametrize("key", ["optimizer.args.lr", "optimizer"])
+def test_the_line_of_a_key_whose_name_begins_like_a_list_of_the_space(key):
+    """`optimizer` holds a list, so `args` of `optimizer.args.lr` is no place in it."""
+    lines = ["search:", "  space:", "    optimizer: [SGD, {name: AdamW}]", "    optimizer.args.lr: {low: 1, high: 2}"]
+    document = parse_document("\n".join(lines), name="job.yaml")
+    line = 3 + ["optimizer", "optimizer.args.lr"].index(key)
+    assert document.where(f"search.space.{key}") == f"job.yaml:{line} search.space.{key}"
+    assert document.where("search.space.optimizer.1.name") == "job.yaml:3 search.space.optimizer.1.name"
+    assert document.where("search.space.optimizer.0.name") == "job.yaml:3 search.space.optimizer.0"
 
 
 def test_a_metric_of_the_job_does_not_hide_behind_a_fact():

@@ -94,6 +94,39 @@ def test_plain_lines_tell_each_row_once_and_none_of_an_earlier_driver(tmp_path):
     assert "best: trial" in lines[-1]
 
 
+def test_plain_lines_tell_each_row_as_the_search_was_then(tmp_path):
+    """Several rows may come between two looks at the journal. Trial 0 ends before its last unit."""
+    job, ends = search_job(), {"slot": 0, "begins": 0.0, "ends": 1.0}
+    rows = [
+        ShapeRow(trial=0, changes={}, units=4, cost=1.0),
+        ShapeRow(trial=1, changes={}, units=4, cost=1.0),
+        DecidedRow(number=0, trial=0, changes={}, start=0, end=1, **ends),
+        DecidedRow(number=1, trial=1, changes={}, start=0, end=1, **ends),
+        ToldRow(number=0, rows=[{"accuracy": 0.5}]),
+        DecidedRow(number=2, trial=0, changes={}, start=1, end=4, **ends),
+        ToldRow(number=1, rows=[{"accuracy": 0.6}]),
+        ToldRow(number=2, rows=[{"accuracy": 0.7}]),
+    ]
+    shown = screen()
+    display = PlainSearchDisplay(shown)
+    paths = create(job, tmp_path)
+    display.on_update(progress_of(paths, job, rows[:3]))
+    display.on_update(progress_of(paths, job, rows))
+    told = [line.partition(": ")[2] for line in shown.file.getvalue().splitlines() if "best" in line]
+    assert told == [
+        "trial 0 is at 1: accuracy 0.5000; best: trial 0 0.5000",
+        "trial 1 is at 1: accuracy 0.6000; best: trial 1 0.6000",
+        "trial 0 is at 2: accuracy 0.7000; best: trial 0 0.7000",
+    ]
+
+
+def test_a_trial_that_a_fact_refuses_is_told(tmp_path):
+    job = search_job(constraints=["parameters <= 50"])
+    rows = [ShapeRow(trial=0, changes={"batch_size": 16}, units=4, cost=1.0, facts={"parameters": 60.0})]
+    progress = progress_of(create(job, tmp_path), job, rows)
+    assert row_line(progress, rows[0]) == "trial 0 is not trained, it breaks a constraint: batch_size 16"
+
+
 def test_plain_lines_tell_the_new_values_of_a_copy(tmp_path):
     job = search_job()
     ends = {"slot": 0, "begins": 0.0, "ends": 1.0}

@@ -139,7 +139,11 @@ def compare(first: SearchName, second: SearchName, runs: Runs = RUNS, as_json: A
 
     compared = compare_searches(load_search(first, runs), load_search(second, runs))
     if as_json:
-        both = {found.paths.name: search_data(found) for found in (compared.first, compared.second)}
+        alike = compared.first.paths.name == compared.second.paths.name
+        both = {
+            str(found.paths.root) if alike else found.paths.name: search_data(found)
+            for found in (compared.first, compared.second)
+        }
         output.print_json({"same": compared.same, "difference": compared.difference, "searches": both})
     else:
         search_report.print_search_comparison(output.console(), compared)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,16 +45,28 @@ class YamlDocument:
         """The field as the user wrote it: `loss.name` becomes `loss` if the file has `loss: MSELoss`."""
         here: Any = self.data
         keys = field_path.split(".")
-        for i, key in enumerate(keys):
+        place = 0
+        while place < len(keys):
             if not isinstance(here, dict | list):
-                return ".".join(keys[:i])
-            here = here.get(key, {}) if isinstance(here, dict) else here[int(key)]
+                return ".".join(keys[:place])
+            here, used = _step_down(here, keys[place:])
+            place += used
         return field_path
 
     def _line(self, field_path: str) -> int | str:
         while field_path and field_path not in self.lines:
             field_path = field_path.rpartition(".")[0]
         return self.lines.get(field_path, 0)
+
+
+def _step_down(section: dict[str, Any] | list[Any], keys: Sequence[str]) -> tuple[Any, int]:
+    """What the first of these keys lead to, and how many they are: a key of a search space may have dots of its own."""
+    if isinstance(section, list):
+        return section[int(keys[0])], 1
+    for used in range(len(keys), 0, -1):
+        if (key := ".".join(keys[:used])) in section:
+            return section[key], used
+    return {}, 1
 
 
 def read_document(path: str | Path, *, own: bool = False) -> YamlDocument:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from shoal.errors import plural
 from shoal.jobs.search.driver import SearchProgress
 from shoal.jobs.search.journal import AnyRow, DecidedRow, ShapeRow, ToldRow
 from shoal.jobs.search.stretches import StretchRun
-from shoal.jobs.search.table import Judge, TrialEntry
+from shoal.jobs.search.table import Judge, SearchTable, TrialEntry
 from shoal.terminal import formatting
 from shoal.terminal.console import json_line
 from shoal.terminal.fact_table import GAP, fitting, widest
@@ -90,17 +91,27 @@ class PlainSearchDisplay(SilentSearchDisplay):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._new = _NewRows()
+        self._then: SearchTable | None = None
 
     def on_update(self, progress: SearchProgress) -> None:
-        for row in self._new.take(progress):
-            if text := row_line(progress, row):
+        """Each row is told with the values of its time: later ones may have been written since the last call."""
+        new = self._new.take(progress)
+        if self._then is None:
+            self._then = SearchTable.of(progress.rows[: len(progress.rows) - len(new)])
+        for row in new:
+            self._then.apply(row)
+            if text := row_line(replace(progress, table=self._then), row):
                 self._console.print(f"{progress.paths.name}: {text}", soft_wrap=True)
 
 
 def row_line(progress: SearchProgress, row: AnyRow) -> str:
     """One line for a row; '' for a row that needs none."""
     if isinstance(row, ShapeRow):
-        return f"trial {row.trial} cannot be trained: {row.failure}" if row.failure else ""
+        if row.failure:
+            return f"trial {row.trial} cannot be trained: {row.failure}"
+        judge, trial = Judge.of(progress.job), progress.table.trials[row.trial]
+        refused = f"trial {row.trial} is not trained, it breaks a constraint: {describe_changes(row.changes)}"
+        return refused if judge.phase(trial) == "refused" else ""
     if isinstance(row, DecidedRow):
         what = f"goes on from {row.start}"
         if row.copy_of is not None:
@@ -114,9 +125,10 @@ def row_line(progress: SearchProgress, row: AnyRow) -> str:
     if row.failure:
         return f"trial {decided.trial} failed: {row.failure}"
     judge = Judge.of(progress.job)
-    value = formatting.number(judge.value(progress.table.trials[decided.trial]))
-    best = next((trial for trial in judge.ranked(progress.table) if not judge.breaks(trial)), None)
-    told = f"trial {decided.trial} is at {decided.end}: {judge.objectives[0].metric} {value}"
+    trial, best = progress.table.trials[decided.trial], judge.best(progress.table)
+    told = (
+        f"trial {trial.number} is at {trial.unit}: {judge.objectives[0].metric} {formatting.number(judge.value(trial))}"
+    )
     return f"{told}; best: trial {best.number} {formatting.number(judge.value(best))}" if best else told
 
 
@@ -189,7 +201,7 @@ def _trial_rows(progress: SearchProgress) -> list[tuple[dict[str, str], str, str
     runs = {run.stretch.trial: run for run in progress.runs.active}
     ranked = judge.ranked(progress.table)
     shown = {t.number: t for t in [progress.table.trials[n] for n in runs if n in progress.table.trials] + ranked}
-    best = ranked[0].number if ranked and not judge.breaks(ranked[0]) else None
+    best = judge.best(progress.table)
     for trial in list(shown.values())[:MAX_TRIALS_SHOWN]:
         run = runs.get(trial.number)
         facts = {
@@ -199,7 +211,7 @@ def _trial_rows(progress: SearchProgress) -> list[tuple[dict[str, str], str, str
             "state": "running" if run else trial.state,
             "workers": str(len(run.state.training_workers)) if run and run.state else "",
         }
-        style = "bold" if trial.number == best else "" if run else "dim"
+        style = "bold" if trial is best else "" if run else "dim"
         rows.append((facts, describe_changes(trial.changes), style))
     return rows
 

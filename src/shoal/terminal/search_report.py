@@ -14,7 +14,7 @@ from rich.text import Text
 from shoal.errors import plural
 from shoal.jobs.search.receipt import SearchReceipt
 from shoal.jobs.search.summary import SearchComparison, StoredSearch
-from shoal.jobs.search.table import SearchTable, TrialEntry
+from shoal.jobs.search.table import Judge, SearchTable, TrialEntry
 from shoal.spec.job import Job
 from shoal.terminal import formatting
 from shoal.terminal.curve import draw
@@ -51,7 +51,7 @@ def spent_text(table: SearchTable, job: Job) -> str:
     if budget.trainings is not None:
         return f"{spent}/{budget.trainings:g} trainings"
     if budget.trials is not None:
-        return f"{len(table.trials)}/{budget.trials} trials, {spent} trainings"
+        return f"{len(Judge.of(job).begun(table))}/{budget.trials} trials, {spent} trainings"
     return f"{spent} trainings"
 
 
@@ -82,7 +82,9 @@ def print_trials(console: Console, found: StoredSearch) -> None:
         values = [_value_text(found, trial, i) for i in range(len(found.judge.objectives))]
         told = trial.failure or describe_changes(trial.changes)
         style = "bold" if trial.number == best else ""
-        table.add_row(str(trial.number), *values, f"{trial.unit}/{trial.units}", trial.state, told, style=style)
+        table.add_row(
+            str(trial.number), *values, f"{trial.unit}/{trial.units}", found.judge.phase(trial), told, style=style
+        )
     console.print(table)
     if len(listed) > MAX_TRIALS:
         print_lines(console, f"and {len(listed) - MAX_TRIALS} more: --json has all of them")

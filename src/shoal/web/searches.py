@@ -84,7 +84,7 @@ def make_page(found: StoredSearch, name: str, *, limit: int) -> answers.SearchPa
     ranks = {trial.number: rank for rank, trial in enumerate(found.ranked, 1)}
     rest = [trial for trial in found.table.trials.values() if trial.number not in ranks]
     front = () if summary is None else summary.front
-    states = [trial.state for trial in found.table.trials.values()]
+    states = [found.judge.phase(trial) for trial in found.table.trials.values()]
     return answers.SearchPage(
         run=name,
         status=found.status,
@@ -115,7 +115,7 @@ def _trial_row(
 ) -> answers.TrialRow:
     return answers.TrialRow(
         trial=trial.number,
-        state=trial.state,
+        state=found.judge.phase(trial),
         rank=rank,
         on_front=on_front,
         unit=trial.unit,

@@ -2,8 +2,9 @@
 
 import pytest
 
-from shoal.jobs.search.journal import DecidedRow, ForgottenRow, ShapeRow, ToldRow
+from shoal.jobs.search.journal import DecidedRow, EndedRow, ForgottenRow, ShapeRow, ToldRow
 from shoal.jobs.search.keep import Keeper
+from shoal.jobs.search.receipt import make_receipt
 from shoal.jobs.search.search_dir import create
 from shoal.jobs.search.table import SearchTable
 
@@ -69,3 +70,47 @@ def test_what_is_likely_to_be_promoted_and_dear_to_train_again_stays(make, job_d
         file.write_bytes(bytes([number]) * 1000)
     forgotten = Keeper(job, paths).make_room(SearchTable.of(rows), busy=())
     assert [row.trial for row in forgotten] == [0, 3, 2, 4, 1]
+
+
+LIMITED, SEVERAL = {"constraints": ["loss <= 1"]}, {"metric": ["loss", "accuracy"]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "unit", "worse"),
+    [
+        (LIMITED, 1, {"accuracy": 0.95, "loss": 2.0}),
+        (LIMITED, UNITS, {"accuracy": 0.95, "loss": 2.0}),
+        (SEVERAL, 1, {"accuracy": 0.3, "loss": 0.5}),
+    ],
+)
+def test_what_the_search_ranks_lower_is_forgotten_first(asked, unit, worse, make, job_dir):
+    """By the first metric alone, trial 1 would be ahead of trial 0. Trial 2 beats it in both metrics."""
+    job = make(search={"keep": "0 MB", **asked})
+    paths, rows = create(job, job_dir / "runs"), []
+    for number, row in enumerate([{"accuracy": 0.9, "loss": 0.51}, worse, {"accuracy": 0.4, "loss": 0.49}]):
+        rows += [
+            ShapeRow(trial=number, changes={}, units=UNITS, cost=1.0),
+            DecidedRow(number=number, slot=0, trial=number, changes={}, start=0, end=unit, begins=0.0, ends=1.0),
+            ToldRow(number=number, rows=[row] * unit),
+        ]
+        file = paths.trial(number).checkpoints / "state"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(bytes([number]) * 1000)
+    forgotten = [row.trial for row in Keeper(job, paths).make_room(SearchTable.of(rows), busy=())]
+    assert forgotten.index(1) < forgotten.index(0)
+
+
+def test_a_trial_that_is_forgotten_twice_counts_once(make, job_dir):
+    job = make()
+    ends = {"slot": 0, "trial": 0, "changes": {}, "begins": 0.0, "ends": 1.0}
+    rows = [
+        ShapeRow(trial=0, changes={}, units=UNITS, cost=1.0),
+        DecidedRow(number=0, start=0, end=1, **ends),
+        ToldRow(number=0, rows=[{"accuracy": 0.5}]),
+        ForgottenRow(trial=0),
+        DecidedRow(number=1, start=1, end=2, **ends),
+        ToldRow(number=1, rows=[{"accuracy": 0.5}]),
+        ForgottenRow(trial=0),
+        EndedRow(best=0, why="it ends"),
+    ]
+    assert make_receipt(job, create(job, job_dir / "runs"), rows, workers=1, total_s=1.0).forgotten == 1

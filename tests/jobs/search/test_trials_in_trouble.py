@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,13 +10,16 @@ import threading
 
 import pytest
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, error
 from shoal.jobs import run_dir
+from shoal.jobs.search.driver import run_search
 from shoal.jobs.search.journal import ShapeRow
 from shoal.jobs.search.search_dir import SearchPaths, create, find
+from shoal.jobs.search.space_file import search_fields
 from shoal.jobs.search.stopping import stop_search
 from shoal.jobs.search.stretches import StretchRuns
-from shoal.jobs.search.summary import read_search
+from shoal.jobs.search.summary import compare_searches, read_search
+from shoal.jobs.search.trials import describe_failure
 from shoal.plan.search.trial import Stretch
 from tests.jobs.fault_injection import processes_of
 from tests.jobs.search.test_crashes import wait_for
@@ -63,6 +67,58 @@ class Hog(nn.Module):
             torch.zeros(self.hungry, dtype=torch.int8).add_(1)
         return self.layer(x)
 """
+
+
+SICK = """
+from torch import nn
+
+
+class Sick(nn.Linear):
+    def __init__(self, sick=False):
+        super().__init__(64, 10)
+        self.sick = sick
+
+    def forward(self, x):
+        if self.sick and self.training:
+            raise RuntimeError(f"seen in {__file__}")
+        return super().forward(x)
+"""
+
+
+@pytest.mark.long
+def test_a_search_is_the_same_in_another_directory_also_where_the_users_code_fails(make, job_dir, fork_server):
+    found = []
+    (job_dir / "sick.py").write_text(SICK)
+    for name in ("one", "other"):
+        folder = shutil.copytree(job_dir, job_dir.parent / name)
+        space = {"model.args.sick": [False, True]}
+        job = make(search=GRID | {"space": space}, model={"name": "sick.py:Sick", "args": {"sick": False}})
+        job = job.model_copy(update={"base_dir": str(folder)})
+        outcome = run_search(job, runs=folder / "runs", workers=1, fork_server=fork_server)
+        found.append(read_search(outcome.paths))
+    for one in found:
+        failure = one.table.trials[1].failure
+        assert failure.startswith("SH401"), failure
+        assert "seen in sick.py" in failure
+        assert failure.endswith("(sick.py:12)")
+    assert compare_searches(*found).difference == ""
+    assert found[0].receipt.search_sha256 == found[1].receipt.search_sha256
+
+
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        ("/home/me/nets/sick.py:3", " (nets/sick.py:3)"),
+        ("/usr/lib/torch/nn.py:9", " (nn.py:9)"),
+        ("model.args", " (model.args)"),
+        ("worker-2", ""),
+        ("", ""),
+    ],
+)
+def test_files_in_a_failure_are_told_as_seen_from_the_job(where, place, make):
+    job = make().model_copy(update={"base_dir": "/home/me"})
+    failure = error("SH401", "cannot read /home/me/data/x.csv\nmore", where=where)
+    assert describe_failure(failure, job) == f"SH401: cannot read data/x.csv{place}"
 
 
 @pytest.mark.long
@@ -138,6 +194,21 @@ def test_a_search_with_fewer_workers_than_a_trial_needs_is_refused_before_anythi
     """The first trial needs one, another one four."""
     with pytest.raises(ShoalError) as caught:
         search(2, search={"space": SHARDED}, lanes=4, workers=4)
+    assert (caught.value.code, caught.value.where) == ("SH106", "workers")
+    assert not (job_dir / "runs").exists()
+
+
+@pytest.mark.parametrize("space", [[1], "optimizer.args.lr"])
+def test_a_space_from_python_that_is_no_section_is_an_error_of_the_user(space):
+    with pytest.raises(ShoalError) as caught:
+        search_fields(space)
+    assert (caught.value.code, caught.value.where) == ("SH105", "space")
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_a_search_has_at_least_one_worker(workers, make, job_dir):
+    with pytest.raises(ShoalError) as caught:
+        run_search(make(), runs=job_dir / "runs", workers=workers)
     assert (caught.value.code, caught.value.where) == ("SH106", "workers")
     assert not (job_dir / "runs").exists()
 

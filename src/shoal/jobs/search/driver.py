@@ -41,7 +41,7 @@ from shoal.jobs.search.search_dir import SearchPaths
 from shoal.jobs.search.shapes import ShapeProbe
 from shoal.jobs.search.start_values import with_start_values
 from shoal.jobs.search.stretches import StretchRuns, check_workers
-from shoal.jobs.search.table import SearchTable, mean_and_error
+from shoal.jobs.search.table import Judge, SearchTable, mean_and_error
 from shoal.jobs.search.trials import trial_job
 from shoal.jobs.worker_group import initial_workers
 from shoal.plan.search.make import make_search
@@ -75,7 +75,7 @@ class SearchProgress:
         """Seconds to the end of the budget at the present speed: of the part of it that ends first."""
         assert self.job.search is not None
         budget = self.job.search.budget
-        tried = sum(bool(trial.rows or trial.failure) for trial in self.table.trials.values())
+        tried = sum(bool(trial.rows or trial.failure) for trial in Judge.of(self.job).begun(self.table))
         parts = [self.table.spent / (budget.trainings or math.inf), tried / (budget.trials or math.inf)]
         parts.append(self.elapsed_s / (3600 * (budget.hours or math.inf)))
         return self.elapsed_s * max(1 / max(parts) - 1, 0.0) if max(parts) > 0 else None
@@ -411,7 +411,7 @@ def check_searchable(job: Job) -> None:
 
 def _workers_of(job: Job, asked: int | None) -> int:
     """The workers of all trials together. SH106 if they are too few for one of the trials."""
-    count = asked or initial_workers(job, capacity_of(job.engine))
+    count = initial_workers(job, capacity_of(job.engine)) if asked is None else asked
     check_workers(count, needed=workers_of_largest_trial(job))
     return count
 

@@ -55,16 +55,17 @@ class Keeper:
         or that many others were ahead of at their unit. The same part of a rung is promoted, whatever its unit."""
         paused = {trial.number: trial.unit for trial in resting if trial.state == "paused"}
         scores = {
-            unit: {t.number: self._judge.score(t, unit=unit) for t in table.trials.values() if t.unit >= unit}
+            unit: self._judge.scores([t for t in table.trials.values() if t.unit >= unit], unit)
             for unit in set(paused.values())
         }
         worth = worth_keeping(paused, scores, {number: table.trials[number].cost_so_far for number in paused})
 
-        def order(trial: TrialEntry) -> tuple[bool, bool, float, float]:
+        def order(trial: TrialEntry) -> tuple[bool, bool, float, bool, float]:
             return (
                 trial.state == "paused",
                 trial.state == "complete",
                 worth.get(trial.number, 0.0),
+                not self._judge.breaks(trial),
                 self._judge.score(trial),
             )
 

@@ -130,7 +130,7 @@ def make_receipt(
         decisions_sha256=digest,
         search_sha256=hashlib.sha256(f"{digest} {table.ended.best} {weights}".encode()).hexdigest(),
         starts=table.starts,
-        forgotten=len(rows_of(rows, ForgottenRow)),
+        forgotten=len({row.trial for row in rows_of(rows, ForgottenRow)}),
         interventions=[f"closed: {row.why}" for row in rows_of(rows, ClosedRow)],
         workers=workers,
         total_s=round(total_s, 3),

@@ -51,7 +51,7 @@ class ShapeProbe:
             trial=wanted.trial, changes=dict(wanted.changes), units=0, cost=0.0, memory=list(wanted.memory)
         )
         if isinstance(job, ShoalError):
-            return asked.model_copy(update={"failure": describe_failure(job)})
+            return asked.model_copy(update={"failure": describe_failure(job, None)})
         key = shape_key(job)
         if key not in self._known:
             try:
@@ -61,7 +61,7 @@ class ShapeProbe:
                 if code in SEARCH_CODES:
                     raise
                 machine = code in MACHINE_CODES
-                return asked.model_copy(update={"failure": describe_failure(failure), "machine": machine})
+                return asked.model_copy(update={"failure": describe_failure(failure, job), "machine": machine})
         return asked.model_copy(update=self._fields(job, self._known[key], cost))
 
     def _measure(self, job: Job) -> Steps[Mapping[str, Any]]:

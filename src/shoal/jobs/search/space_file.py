@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import error
 from shoal.spec.job import Job
 from shoal.spec.load import load_job
 from shoal.spec.yaml_document import read_document
@@ -14,6 +15,8 @@ from shoal.spec.yaml_document import read_document
 
 def search_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `search`: `data` has a field `search`, or those fields, or is the space itself."""
+    if not isinstance(data, Mapping):
+        raise error("SH105", f"expected a section, found {type(data).__name__}", where="space")
     if isinstance(data.get("search"), dict):
         return dict(data["search"])
     return dict(data) if isinstance(data.get("space"), dict) else {"space": dict(data)}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 
-from shoal.errors import ShoalError, error
+from shoal.errors import ShoalError, error, plural
 from shoal.events import Event, RunState
 from shoal.events.packed_file import has_content
 from shoal.fleet.orphans import find_orphans
@@ -103,7 +103,7 @@ class StretchRun:
 def check_workers(count: int, *, needed: int) -> None:
     """SH106 if a trial needs more workers than the search has: it would wait for ever."""
     if count < needed:
-        message = f"a trial needs {needed} workers, and the search has {count}"
+        message = f"a trial needs {plural(needed, 'worker')}, and the search has {count}"
         raise error("SH106", message, where="workers", fix=f"Give it --workers {needed} or more.")
 
 
@@ -212,7 +212,7 @@ class StretchRuns:
         except ShoalError as failure:
             if trials.failure_code(failure) in trials.SEARCH_CODES:
                 raise
-            return ToldRow(number=run.stretch.number, failure=trials.describe_failure(failure))
+            return ToldRow(number=run.stretch.number, failure=trials.describe_failure(failure, run.job))
         if result.status == "failed":
             return self._failure(run, result)
         rows = trials.stretch_rows(run.paths, run.stretch, run.shape.boundaries)
@@ -235,7 +235,7 @@ class StretchRuns:
         return ToldRow(
             number=run.stretch.number,
             rows=[dict(row) for row in rows],
-            failure=trials.describe_failure(failure),
+            failure=trials.describe_failure(failure, run.job),
             machine=machine,
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 from shoal.errors import ShoalError, error
 from shoal.jobs import run_dir
 from shoal.jobs.search import search_dir
-from shoal.jobs.search.journal import AnyRow, read_rows
+from shoal.jobs.search.journal import AnyRow, ToldRow, read_rows
 from shoal.jobs.search.receipt import SearchReceipt, canonical_rows, read_receipt
 from shoal.jobs.search.replay import replay
 from shoal.jobs.search.search_dir import SearchPaths
@@ -67,7 +69,7 @@ class StoredSearch:
         """The winner, or the best so far that breaks no constraint."""
         if self.table.ended is not None:
             return None if self.table.ended.best is None else self.table.trials.get(self.table.ended.best)
-        return next((trial for trial in self.ranked if not self.judge.breaks(trial)), None)
+        return self.judge.best(self.table)
 
 
 def load_search(name: str, runs: Path) -> StoredSearch:
@@ -86,7 +88,9 @@ def best_job_text(found: StoredSearch) -> str:
     """The job file of the winner, or of the best trial so far. It trains the same bits on any number of workers."""
     best = found.best
     if best is None:
-        raise error("SH606", f"no trial of '{found.paths.name}' has a value", where=found.paths.name)
+        fix = f"`shoal search show {found.paths.name}` tells why." if found.table.ended else ""
+        which = "has won" if found.table.ended else "has a value"
+        raise error("SH606", f"no trial of '{found.paths.name}' {which}", where=found.paths.name, fix=fix)
     job = make_trial_job(found.job, best.changes, check_names=False)
     return write_value(job.model_copy(update={"lanes": job.lane_count, "seeds": seeds_of(found.job)}).dump())
 
@@ -94,18 +98,23 @@ def best_job_text(found: StoredSearch) -> str:
 def trial_data(found: StoredSearch, trial: TrialEntry) -> dict[str, Any]:
     return {
         "trial": trial.number,
-        "state": trial.state,
+        "state": found.judge.phase(trial),
         "unit": trial.unit,
         "units": trial.units,
-        "values": found.judge.values(trial),
-        "standard_errors": trial.standard_errors if found.job.averages_runs else {},
+        "values": _finite(found.judge.values(trial)),
+        "standard_errors": _finite(trial.standard_errors) if found.job.averages_runs else {},
         "changes": dict(trial.changes),
         "facts": dict(trial.facts),
         "failure": trial.failure,
         "why": trial.why,
         "copy_of": trial.copy_of,
-        "rows": [dict(row) for row in trial.rows],
+        "rows": json.loads(ToldRow(number=0, rows=trial.rows).model_dump_json(include={"rows"}))["rows"],
     }
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    """JSON has no other numbers."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def search_data(found: StoredSearch) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from shoal.jobs.search.journal import AnyRow, DecidedRow, EndedRow, ForgottenRow, ShapeRow, StartedRow, ToldRow
 from shoal.plan.search.make import objectives
-from shoal.plan.search.values import counted, violation
+from shoal.plan.search.values import counted, in_one_number, violation
 from shoal.spec.job import Job
 from shoal.spec.receipt import mean_of
 from shoal.spec.search import ConstraintConfig, ObjectiveConfig
@@ -38,8 +40,9 @@ class TrialEntry:
 
     @property
     def done(self) -> float:
-        """The part of a whole training that is done."""
-        return self.unit / self.units if self.units else 0.0
+        """The part of a whole training that it has done: a copy begins with what another trial has done."""
+        begun_at = self.copy_of[1] if self.copy_of else 0
+        return (self.unit - begun_at) / self.units if self.units else 0.0
 
     @property
     def cost_so_far(self) -> float:
@@ -146,16 +149,18 @@ class SearchTable:
 
 @dataclass(frozen=True)
 class Judge:
-    """What the trials of a search are worth, as its plan counts them. `means`: over folds or seeds."""
+    """What the trials of a search are worth, as its plan counts them. `means`: over folds or seeds. `repeated`: the
+    best few are trained with other seeds at the end."""
 
     objectives: Sequence[ObjectiveConfig]
     constraints: Sequence[ConstraintConfig] = ()
     means: bool = False
+    repeated: bool = False
 
     @classmethod
     def of(cls, job: Job) -> Judge:
         assert job.search is not None
-        return cls(objectives(job), job.search.constraints, job.averages_runs)
+        return cls(objectives(job), job.search.constraints, job.averages_runs, job.search.repeat > 1)
 
     def value(self, trial: TrialEntry, objective: int = 0) -> float:
         """As the metric is written; nan if there is none."""
@@ -167,6 +172,13 @@ class Judge:
         rows, several = trial.rows[:unit], len(self.objectives) > 1
         return counted(self.objectives[objective], rows, trial.facts, means=self.means, several=several)
 
+    def scores(self, trials: Sequence[TrialEntry], unit: int) -> dict[int, float]:
+        """By number, how the plan ranks these trials after so many units: larger is better."""
+        goals = range(len(self.objectives))
+        table = np.array([[self.score(t, goal, unit=unit) for goal in goals] for t in trials])
+        broken = np.array([violation(self.constraints, t.rows, t.facts, means=self.means) for t in trials])
+        return dict(zip((t.number for t in trials), in_one_number(table, broken).tolist(), strict=True))
+
     def values(self, trial: TrialEntry) -> dict[str, float]:
         return {goal.metric: self.value(trial, i) for i, goal in enumerate(self.objectives)}
 
@@ -174,7 +186,26 @@ class Judge:
         """Whether it breaks a constraint, so that it cannot win."""
         return violation(self.constraints, trial.rows, trial.facts, means=self.means) > 0
 
+    def best(self, table: SearchTable) -> TrialEntry | None:
+        """The best trial so far that can win: it breaks no constraint, and repeats no other one."""
+        able = (trial for trial in self.ranked(table) if not self.breaks(trial) and not self.repeats(trial))
+        return next(able, None)
+
+    def phase(self, trial: TrialEntry) -> str:
+        """Its state; `refused` if a fact breaks a constraint, so that it is not trained."""
+        return "refused" if trial.state == "proposed" and self.breaks(trial) else trial.state
+
+    def repeats(self, trial: TrialEntry) -> bool:
+        """Whether it trains the values of another trial with another seed, at the end of the search."""
+        return self.repeated and "seed" in trial.changes
+
+    def begun(self, table: SearchTable) -> list[TrialEntry]:
+        """The trials that a budget counts: none that a fact refused, and no repetitions."""
+        return [t for t in table.trials.values() if t.state != "proposed" and not self.repeats(t)]
+
     def ranked(self, table: SearchTable) -> list[TrialEntry]:
-        """Trials with a value, the best first; those that break a constraint come last."""
-        valued = [t for t in table.trials.values() if t.state != "failed" and math.isfinite(self.score(t))]
+        """Trials with all values, the best first; those that break a constraint come last."""
+        goals = range(len(self.objectives))
+        alive = (t for t in table.trials.values() if t.state != "failed")
+        valued = [t for t in alive if all(math.isfinite(self.score(t, goal)) for goal in goals)]
         return sorted(valued, key=lambda t: (self.breaks(t), -self.score(t), t.number))

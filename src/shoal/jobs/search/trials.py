@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import ErrorGroup, ShoalError
@@ -45,13 +46,20 @@ def seeds_of(job: Job) -> int:
     return max(job.seeds, 1 if job.search is None else job.search.seeds)
 
 
-def describe_failure(failure: BaseException) -> str:
-    """One line for the journal. It does not name the worker, which is another one after a kill."""
+def describe_failure(failure: BaseException, job: Job | None) -> str:
+    """One line for the journal, the same everywhere: it does not name the worker, which is another one after a kill,
+    and files are told as seen from the directory of the trial's `job`, or by their names."""
     first = failure.errors[0] if isinstance(failure, ErrorGroup) else failure
     if isinstance(first, ShoalError):
-        place = f" ({first.where})" if first.where and not first.where.startswith(("worker-", "server-")) else ""
-        return f"{first.code}: {first.message.splitlines()[0]}{place}"
-    return str(first) or type(first).__name__
+        where = _from_directory(first.where, job)
+        where = Path(where).name if Path(where).is_absolute() else where
+        place = f" ({where})" if where and not where.startswith(("worker-", "server-")) else ""
+        return f"{first.code}: {_from_directory(first.message.splitlines()[0], job)}{place}"
+    return _from_directory(str(first), job) or type(first).__name__
+
+
+def _from_directory(text: str, job: Job | None) -> str:
+    return text if job is None else text.replace(f"{job.base_dir.rstrip('/')}/", "")
 
 
 def failure_code(failure: BaseException | None) -> str:

@@ -9,10 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from shoal.plan.search.pareto import rank_scores
 from shoal.plan.search.space import Point, Space
 from shoal.plan.search.trial import TrialShape
-from shoal.plan.search.values import Scores, counted, penalised, violation
+from shoal.plan.search.values import Scores, counted, in_one_number, violation
 from shoal.spec.search import ConstraintConfig, ObjectiveConfig
 
 TrialStatus = Literal["running", "paused", "complete", "failed", "refused"]
@@ -105,8 +104,7 @@ class Ledger:
         Trials that break a constraint come after all that do not.
         """
         table = np.array([self.curve_at(trial, unit) for trial in trials]).reshape(len(trials), len(self.objectives))
-        scores = rank_scores(table) if self.several else table[:, 0].copy()
-        return penalised(np.asarray(scores, dtype=np.float64), np.array([self.violation(trial) for trial in trials]))
+        return in_one_number(table, np.array([self.violation(trial) for trial in trials]))
 
     def ranking(self, trials: Iterable[TrialState], unit: int | None = None) -> list[TrialState]:
         """Best first; equal ones in the order of their numbers."""

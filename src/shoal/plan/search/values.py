@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.plan.search.pareto import rank_scores
 from shoal.spec.receipt import mean_of
 from shoal.spec.search import ConstraintConfig, ObjectiveConfig
 
@@ -40,6 +41,13 @@ def violation(rules: Sequence[ConstraintConfig], rows: Rows, facts: Mapping[str,
             value = mean_of([row.get(rule.metric, math.nan) for row in (rows if means else rows[-1:])])
             total += rule.violation(value) if math.isfinite(value) else math.inf
     return total
+
+
+def in_one_number(table: Scores, broken: Scores) -> Scores:
+    """One number for each row of objectives, larger is better: with several, its rank among these rows. Those that
+    break a constraint come after all that do not."""
+    scores = rank_scores(table) if table.shape[1] > 1 else table[:, 0].copy()
+    return penalised(np.asarray(scores, dtype=np.float64), broken)
 
 
 def penalised(scores: Scores, broken: Scores) -> Scores:
