@@ -160,6 +160,24 @@ def test_a_run_can_be_deleted_without_undo(runs, capsys, monkeypatch):
     assert trash.list_trash(runs) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["--delete", "mlp-1", "--empty"], "--delete, --restore, --empty"),
+        (["--restore", "mlp-1", "--delete", "mlp-1"], "--delete, --restore, --empty"),
+        (["--for-good"], "--part, --for-good"),
+        (["--part", "checkpoints", "--empty"], "--part, --for-good"),
+    ],
+)
+def test_options_of_the_trash_that_do_not_go_together_do_nothing(runs, capsys, monkeypatch, words, where):
+    code, _, told = call_verb(capsys, monkeypatch, "trash", *words, "--runs", runs)
+    assert code != 0
+    assert "SH609" in told
+    assert where in " ".join(told.split())
+    assert (runs / "mlp-1" / "job.yaml").is_file()
+    assert trash.list_trash(runs) == []
+
+
 def test_a_deletion_without_undo_that_is_cut_short_leaves_a_run(runs, monkeypatch):
     """Wherever it is cut short, the run can be deleted again."""
     paths = RunPaths(runs / "mlp-1")

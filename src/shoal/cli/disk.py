@@ -72,10 +72,15 @@ def trash(
     as_json: AsJson = False,
 ) -> None:
     """Deleted runs: list them, delete one, put one back, or free their bytes."""
+    from shoal.errors import error
     from shoal.jobs import run_dir
     from shoal.storage import trash as bin_
     from shoal.terminal import access_reports, formatting
 
+    if bool(delete) + bool(restore) + empty > 1:
+        raise error("SH609", "they are done one at a time", where="--delete, --restore, --empty")
+    if (part or for_good) and not delete:
+        raise error("SH609", "they say how to delete a run", where="--part, --for-good", fix="Add --delete RUN.")
     if delete and for_good:
         freed = bin_.delete_for_good(run_dir.find(delete, runs), runs, part=part)
         what = f"the {part} of {delete} are" if part else f"{delete} is"

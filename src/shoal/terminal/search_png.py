@@ -18,7 +18,7 @@ MAX_LINES = 100
 
 
 def draw_search(found: StoredSearch, file: Path) -> None:
-    """Write the drawing. SH635 without matplotlib, SH503 if the file cannot be written."""
+    """Write the drawing. SH635 without matplotlib, SH609 if the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -32,7 +32,8 @@ def draw_search(found: StoredSearch, file: Path) -> None:
     try:
         figure.savefig(file, format="png", dpi=110)
     except OSError as failure:
-        told = error("SH503", f"the drawing could not be written: {failure}", where=str(file))
+        fix = "Give the name of a file in a directory that is there, where you may write."
+        told = error("SH609", f"the drawing could not be written: {failure}", where=str(file), fix=fix)
         raise from_os_error(failure, where=str(file)) or told from failure
 
 

@@ -36,4 +36,4 @@ def test_a_search_is_drawn_at_any_time(make, search, job_dir):
     assert lines[1] > 1.2 * lines[0], "no line for any trial"
     with pytest.raises(ShoalError) as caught:
         draw_search(read_search(empty), job_dir / "nowhere" / "search.png")
-    assert caught.value.code == "SH503"
+    assert caught.value.code == "SH609"
