@@ -28,6 +28,7 @@ def main(target):
             optimizer.step()
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), target)
+    dist.barrier()  # nobody ends before it is saved
     del model  # before the group: else its threads sometimes abort the process at its end (torch 2.13, gloo)
     dist.destroy_process_group()
 

@@ -28,15 +28,15 @@ def ports(tmp_path):
 
 @pytest.fixture
 def program(ports, cache):
-    """Call a program in the directory of the ports."""
+    """Call a program in the directory of the ports. `last_words`: of one that fails well, when it has done its work."""
 
-    def go(*words):
+    def go(*words, last_words=None):
         paths = os.pathsep.join(filter(None, [str(ports), os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
             [str(word) for word in words], cwd=ports, env=environment, capture_output=True, text=True, timeout=500
         )
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0 or (last_words and last_words in done.stderr), done.stderr[-3000:]
         return done.stdout
 
     return go
@@ -81,9 +81,9 @@ def first_weights(ports, monkeypatch):
 
 @pytest.mark.compat("a script for torchrun and DistributedDataParallel", "works", how="`examples/ports/ddp.yaml`")
 def test_ddp(program, ports, first_weights):
-    program(
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "original_ddp.py", "ddp.pt"
-    )
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "original_ddp.py", "ddp.pt")
+    # torch 2.13 with gloo sometimes aborts one of its processes at the very end
+    program(sys.executable, *run, last_words="terminate called without an active exception")
     for workers in (1, 2):
         shoal_run(program, "ddp.yaml", workers)
     assert_same_training(torch.load(ports / "ddp.pt"), trained_by_port(ports), first_weights("net", "Net"))
